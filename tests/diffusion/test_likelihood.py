@@ -15,6 +15,7 @@ from genmodels.diffusion import GaussianDenoiser, MixtureDenoiser, alpha_sigma
 from genmodels.diffusion import likelihood as diffusion_ode
 from genmodels.evaluation.likelihood import how
 from genmodels.models.ddpm import DDPM
+from tests.parameters import scattered
 
 SMALL = {"channels": 8, "multipliers": [1], "blocks": 1, "heads": 2}
 MASSES = torch.tensor([0.1, 0.4, 0.2, 0.05, 0.25], dtype=torch.float64)
@@ -194,10 +195,9 @@ def test_a_path_that_fails_names_the_item():
 def test_a_coarser_solution_says_how_far_to_trust_the_value(options, coarser):
     """A network that was never trained varies quickly with the noise level, and coarse steps miss that."""
     torch.manual_seed(0)
-    model = DDPM(DataSpec("plane", (2,)), ema_decay=0.0, net={"hidden": 8, "depth": 1}).double()
-    with torch.no_grad():
-        for weight in model.core.parameters():
-            weight.add_(0.2 * torch.randn(weight.shape))
+    model = DDPM(DataSpec("plane", (2,)), ema_decay=0.0, net={"hidden": 8, "depth": 1})
+    scattered(model.core)
+    model.double()
     items = Batch(torch.randn(9, 2, dtype=torch.float64), index=torch.arange(9))
     found = model.ode_likelihood(items, **options)
     checked = torch.tensor([0, 8])

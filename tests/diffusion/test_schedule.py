@@ -22,6 +22,7 @@ from genmodels.diffusion import (
     rescale_zero_terminal,
     step_to_time,
 )
+from tests.parameters import scattered
 
 
 def wide(*values):
@@ -244,9 +245,7 @@ def shaken(schedule, rounds=100):
     """The schedule after random updates of its parameters."""
     torch.manual_seed(0)
     for _ in range(rounds):
-        with torch.no_grad():
-            for p in schedule.parameters():
-                p.add_(0.3 * torch.randn(p.shape))
+        scattered(schedule, 0.3)
     return schedule
 
 

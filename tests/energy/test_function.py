@@ -20,6 +20,7 @@ from genmodels.energy import (
 from genmodels.flows import Affine, ChannelSplit, Compose, Coupling, DiagonalNormal, Flow
 from genmodels.nn.energy_nets import EnergyMLP
 from genmodels.nn.perceptron import MLP
+from tests.parameters import scattered
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -116,10 +117,7 @@ def flow_of_the_library():
     parts = [ChannelSplit(3, swap=swap) for swap in (False, True)]
     layers = [Coupling(s, Affine(s.changed), MLP(s.kept, 2 * s.changed, hidden=8, depth=2)) for s in parts]
     flow = Flow(Compose(layers, (3,)), DiagonalNormal((3,))).double()
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=seeded(5), dtype=torch.float64))
-    return flow
+    return scattered(flow, 0.3, seed=5)
 
 
 def minus_gradient_of_nll(flow, x, logdet_counts=True):

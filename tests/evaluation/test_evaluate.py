@@ -35,7 +35,7 @@ from genmodels.models.normalizing_flows import RealNVP
 from genmodels.verification.check import run_check
 from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
-from tests.speech.test_streaming import awake
+from tests.parameters import scattered
 
 
 def test_the_histogram_counts():
@@ -395,7 +395,7 @@ def test_guidance_is_of_the_samples_alone(tmp_path):
     """The same likelihoods and other samples, those of sample(guidance=...)."""
     spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
     model = DDPM(spec, net={"channels": 8, "multipliers": [1, 2], "blocks": 1, "attention_at": []}, ema_decay=0)
-    awake(model.core.net)
+    scattered(model.core.net, seed=0)
     save(model, tmp_path / "best.ckpt", {"_target_": "genmodels.data.vision.Digits"})
     found = []
     for name, words in (("plain", []), ("guided", ["guidance=4"])):

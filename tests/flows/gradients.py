@@ -10,15 +10,6 @@ from torch import nn
 from genmodels.flows.composition import Compose
 
 
-def scattered(module: nn.Module, spread: float = 0.2, seed: int = 0) -> nn.Module:
-    """The same module with every parameter moved, so that nothing is the identity."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(spread * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    return module
-
-
 def set_memory(module: nn.Module, mode: str) -> nn.Module:
     for inner in module.modules():
         if isinstance(inner, Compose):

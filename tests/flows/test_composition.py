@@ -24,7 +24,7 @@ from genmodels.flows.multiscale import glow
 from genmodels.flows.scaling import ActNorm, Logit
 from genmodels.nn.condition import Condition
 from genmodels.nn.perceptron import MLP
-from tests.flows.gradients import both_modes, gradients, scattered, set_memory, worst
+from tests.flows.gradients import both_modes, gradients, set_memory, worst
 from tests.flows.table import (
     INSTANCES,
     autoregressive,
@@ -34,6 +34,7 @@ from tests.flows.table import (
     spline,
     vector_coupling,
 )
+from tests.parameters import scattered
 from tests.two_processes import fork, forked
 
 # ---- gradients ----

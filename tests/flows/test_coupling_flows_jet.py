@@ -12,6 +12,7 @@ from genmodels.flows.coupling import ChannelSplit, Coupling, TokenSplit
 from genmodels.flows.coupling_flows import ShiftScale, TokenNet, jet
 from genmodels.flows.flow import Flow
 from genmodels.nn.condition import Condition
+from tests.parameters import scattered
 
 DOUBLE = torch.float64
 TINY = {"width": 8, "depth": 1, "heads": 2}
@@ -79,9 +80,7 @@ def changed_by(flow, shape):
     """Which values of z depend on which of x, by autograd."""
     flow = flow.to(DOUBLE)
     flow.initialize(drawn(16, *shape))
-    generator = torch.Generator().manual_seed(3)
-    for p in flow.parameters():
-        p.data.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=DOUBLE))
+    scattered(flow, 0.3, seed=3)
     jacobian = torch.autograd.functional.jacobian(lambda x: flow(x[None])[0][0].flatten(), drawn(*shape))
     return jacobian.flatten(1) != 0
 
@@ -106,8 +105,7 @@ def test_recomputing_changes_no_gradient():
     torch.manual_seed(0)
     flow = jet((1, 4, 4), couplings=4, memory="store", generator=torch.Generator().manual_seed(0), **TINY).to(DOUBLE)
     flow.initialize(drawn(16, 1, 4, 4))
-    for p in flow.parameters():
-        p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=DOUBLE))
+    scattered(flow, 0.1, seed=0)
     found = []
     for memory in ("store", "inverse"):
         flow.stages[0].memory = memory

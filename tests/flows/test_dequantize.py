@@ -18,20 +18,13 @@ from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
 from genmodels.verification.bijections import check_bijection
+from tests.parameters import shaken
 
 LEVELS = [2, 3, 17, 100, 255, 256, 1000, 65536]
 
 
 def source(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def shaken(module, seed=1, size=0.4):
-    generator = source(seed)
-    with torch.no_grad():
-        for parameter in module.double().parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return module.requires_grad_(False)
 
 
 class Tilt(Bijection):

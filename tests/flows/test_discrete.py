@@ -25,6 +25,7 @@ from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
 from tests.flows.test_dequantize import noise_flow
+from tests.parameters import shaken
 
 #: Small enough that no noise of float64 comes near it, so that the cells cover the line to 1e-9.
 ALPHA = 1e-12
@@ -36,14 +37,6 @@ def source(seed=0):
 
 def keyed(n, seed=0):
     return KeyedGenerator(seed, torch.arange(n), "test")
-
-
-def shaken(module, seed=1, size=0.4):
-    generator = source(seed)
-    with torch.no_grad():
-        for parameter in module.double().parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return module.requires_grad_(False)
 
 
 class Sheared(Bijection):
@@ -409,7 +402,7 @@ def test_every_kind_of_event(name, conditional, noise, dtype):
         dequantize = UniformDequantize(17)
     else:
         dequantize = VariationalDequantize(17, noise_flow(shape, cond), cond=cond)
-    model = shaken(DiscreteFlow(dequantize, flow), size=0.2).to(dtype)
+    model = shaken(DiscreteFlow(dequantize, flow), 0.2).to(dtype)
     size = tuple(8 if n is None else n for n in shape)
     x = torch.randint(17, (5, *size), generator=source(), dtype=torch.uint8)
     labels = torch.tensor([0, 1, 2, 0, 1]) if conditional else None

@@ -27,18 +27,11 @@ from genmodels.flows.spline import neural_spline
 from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d
 from genmodels.nn import MADE, MLP, Condition
 from genmodels.nn.coupling_networks import ConvNet
+from tests.parameters import shaken
 
 
 def source(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def shaken(module, seed=1, size=0.3):
-    generator = source(seed)
-    with torch.no_grad():
-        for parameter in module.double().parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return module.requires_grad_(False)
 
 
 def coupling(channels, dims=0, swap=False, cond=None):
@@ -53,7 +46,7 @@ def coupling(channels, dims=0, swap=False, cond=None):
 def plane(cond=None, base=None):
     """A non-linear flow over the plane, whose mass lies within 10 of its centre."""
     layers = [coupling(2, cond=cond), Flip(2), coupling(2, cond=cond), Scale(torch.tensor([0.5, 2.0]))]
-    return shaken(Flow(Compose(layers, (2,)), StandardNormal((2,)) if base is None else base), size=0.2)
+    return shaken(Flow(Compose(layers, (2,)), StandardNormal((2,)) if base is None else base), 0.2)
 
 
 LABELS = Condition("labels", 3)
@@ -70,8 +63,8 @@ def images(cond=None):
 
 def sequences():
     first, second = Compose([Squeeze1d(), coupling(4, 1)], (2, None)), Compose([Squeeze1d(), coupling(4, 1)], (2, None))
-    return shaken(Flow(MultiScale([first, second], [FactorOut(4, ConvNet(2, 4, hidden=8, dims=1))], (2, None)),
-                       StandardNormal((None,))))  # fmt: skip
+    flow = MultiScale([first, second], [FactorOut(4, ConvNet(2, 4, hidden=8, dims=1))], (2, None))
+    return shaken(Flow(flow, StandardNormal((None,))), 0.3)
 
 
 # ---- density ----
@@ -176,7 +169,7 @@ def test_wrong_temperatures():
 
 
 def test_a_sample_depends_on_its_index_alone():
-    flow = shaken(images(LABELS))
+    flow = shaken(images(LABELS), 0.3)
     flow.initialize(torch.randn(20, 1, 4, 4, dtype=torch.float64), torch.arange(20) % 3)
     index, labels = torch.tensor([5, 2, 9]), torch.tensor([0, 1, 2])
     whole = flow.sample(3, labels, generator=KeyedGenerator(3, index, "sample"))
@@ -232,7 +225,7 @@ def test_loading_initialises():
 def test_from_latents_is_the_inverse_of_latents(name):
     cond, mask = None, None
     if name == "images":
-        flow, x = shaken(images(LABELS)), torch.randn(3, 1, 4, 4, generator=source(), dtype=torch.float64)
+        flow, x = shaken(images(LABELS), 0.3), torch.randn(3, 1, 4, 4, generator=source(), dtype=torch.float64)
         cond = torch.tensor([0, 2, 1])
         flow.initialize(x, cond)
     elif name == "sequences":
@@ -254,7 +247,7 @@ def test_from_latents_is_the_inverse_of_latents(name):
 
 
 def test_resample_replaces_the_chosen_scales_only():
-    flow = shaken(images())
+    flow = shaken(images(), 0.3)
     flow.initialize(torch.randn(20, 1, 4, 4, dtype=torch.float64))
     latents = flow.latents(torch.randn(4, 1, 4, 4, generator=source(), dtype=torch.float64))
 
@@ -667,9 +660,7 @@ def test_one_dimension_is_enough_for_autoregressive_flows(transform):
     """The density integrates to one, and the flow is no longer the identity once its parameters have moved."""
     flow = Flow(neural_spline(1, layers=2, kind="autoregressive", transform=transform, mix="lu", hidden=8, bins=4,
                               generator=source()), StandardNormal((1,))).double()  # fmt: skip
-    with torch.no_grad():
-        for parameter in flow.requires_grad_(False).parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=source(1), dtype=torch.float64))
+    shaken(flow, 0.3)
     grid = torch.linspace(-12, 12, 4801, dtype=torch.float64)[:, None]
     density = flow.log_prob(grid).exp()
     assert abs(float(torch.trapezoid(density, grid[:, 0])) - 1) < 1e-4

@@ -18,19 +18,11 @@ from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
+from tests.parameters import shaken
 
 
 def source(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-def shaken(module, seed=1, size=0.3):
-    """In float64, every parameter away from its start."""
-    generator = source(seed)
-    with torch.no_grad():
-        for parameter in module.double().parameters():
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return module
 
 
 class Bend(Bijection):
@@ -116,7 +108,7 @@ def checked(flow, x, cond=None):
 @pytest.mark.parametrize("name", FLOWS)
 def test_jacobian_and_round_trip(name, conditional):
     build, shape = FLOWS[name]
-    flow = shaken(build(LABELS if conditional else None))
+    flow = shaken(build(LABELS if conditional else None), 0.3)
     conditional = conditional and flow.uses_cond
     x = torch.randn(3, *shape, generator=source(), dtype=torch.float64)
     cond = torch.tensor([2, 0, 1]) if conditional else None
@@ -148,7 +140,7 @@ def test_mutants(bug):
     else:
         flow.__class__ = Swapped
     with pytest.raises(AssertionError):
-        checked(shaken(flow), torch.randn(2, 8, generator=source(), dtype=torch.float64))
+        checked(shaken(flow, 0.3), torch.randn(2, 8, generator=source(), dtype=torch.float64))
 
 
 # ---- factor-out ----
@@ -184,7 +176,7 @@ def test_a_prior_starts_as_the_identity_and_leaves_what_stays_alone():
     x = torch.randn(2, 4, 3, 3, generator=source(), dtype=torch.float64)
     factor = FactorOut(4, prior(4, 2)).double()
     assert torch.equal(factor(x)[0], x)
-    assert torch.equal(shaken(factor)(x)[0][:, :2], x[:, :2]) and not torch.equal(factor(x)[0], x)
+    assert torch.equal(shaken(factor, 0.3)(x)[0][:, :2], x[:, :2]) and not torch.equal(factor(x)[0], x)
 
 
 def test_log_scales_are_bounded():
@@ -225,7 +217,7 @@ def padded_is_unpadded(flow):
 
 
 def test_padded_is_unpadded():
-    padded_is_unpadded(shaken(sequences()))
+    padded_is_unpadded(shaken(sequences(), 0.3))
 
 
 class CountsPadding(FactorOut):
@@ -239,7 +231,7 @@ def test_mutant_padding_counts():
     flow = sequences()
     flow.factors[0] = CountsPadding(4, Constant(0.1, 0.4))
     with pytest.raises(AssertionError):
-        padded_is_unpadded(shaken(flow))
+        padded_is_unpadded(shaken(flow, 0.3))
 
 
 def test_mask_inside_a_composition():
@@ -335,7 +327,7 @@ def test_initialisation_runs_in_order():
 @pytest.mark.parametrize("name", ["vectors", "sequences", "images"])
 def test_walk_shows_every_layer_and_ends_with_the_result(name):
     build, shape = FLOWS[name]
-    flow = shaken(build(LABELS))
+    flow = shaken(build(LABELS), 0.3)
     x, cond = torch.randn(2, *shape, dtype=torch.float64), torch.tensor([1, 2])
     mask = torch.arange(8)[None, None] < torch.tensor([8, 4])[:, None, None] if name == "sequences" else None
     z, logdet = flow(x, cond, mask)
@@ -401,7 +393,7 @@ def test_open_lengths():
 
 
 def test_latents_are_the_scales_fine_to_coarse():
-    flow = shaken(images())
+    flow = shaken(images(), 0.3)
     x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
     z, _ = flow(x)
     latents = Latents.unflatten(z, flow.scale_shapes((1, 4, 4)))

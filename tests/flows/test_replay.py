@@ -17,8 +17,9 @@ from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import Flip
 from genmodels.flows.replay import DriftGauge, LayerInput, smallest_scale
 from genmodels.flows.scaling import ActNorm
-from tests.flows.gradients import gradients, scattered, worst
+from tests.flows.gradients import gradients, worst
 from tests.flows.table import checkerboard_coupling, vector_coupling
+from tests.parameters import scattered
 
 
 class Scale(Bijection):

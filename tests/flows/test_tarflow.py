@@ -15,23 +15,16 @@ from genmodels.flows.linear import Permute
 from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
 from genmodels.nn.attention import Slots
 from genmodels.nn.condition import Condition
+from tests.parameters import scattered, shaken
 
 DOUBLE = torch.float64
 TINY = {"width": 8, "depth": 2, "heads": 2}
 LABELS = Condition("labels", 3)
 
 
-def shaken(module, size=0.4):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in module.to(DOUBLE).parameters():
-            p.add_(size * torch.randn(p.shape, generator=generator, dtype=DOUBLE))
-    return module.requires_grad_(False).eval()
-
-
 def block_of(shape=(2, 3, 3), size=0.4, **options):
     torch.manual_seed(0)
-    return shaken(MetaBlock(shape, **{**TINY, **options}), size)
+    return shaken(MetaBlock(shape, **{**TINY, **options}), size).eval()
 
 
 def latents(shape=(2, 3, 3), batch=3):
@@ -224,7 +217,7 @@ def test_orders_of_images():
     other.load_state_dict(flow.state_dict())  # the orders are saved, so that a loaded flow is the same map
     x = torch.randn(2, 1, 4, 6)
     flow.initialize(x)
-    other.load_state_dict(shaken(flow).float().state_dict())
+    other.load_state_dict(shaken(flow).eval().float().state_dict())
     assert torch.allclose(flow(x)[0], other.eval()(x)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -309,8 +302,7 @@ def test_recomputing_changes_no_gradient():
         torch.manual_seed(0)
         flow = tarflow((1, 4, 4), blocks=3, memory=memory, **TINY).to(DOUBLE)
         flow.initialize(latents((1, 4, 4), 16))
-        for p in flow.parameters():
-            p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=DOUBLE))
+        scattered(flow, 0.1, seed=0)
         z, logdet = flow(latents((1, 4, 4)))
         (z.square().sum() - logdet.sum()).backward()
         found.append([p.grad for p in flow.parameters()])

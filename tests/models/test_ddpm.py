@@ -15,6 +15,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import GaussianDenoiser
 from genmodels.diffusion.path import VARIANCES, posterior
 from genmodels.models.ddpm import DDPM
+from tests.parameters import scattered
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -25,12 +26,9 @@ def small(spec: DataSpec = DIGITS, **options) -> DDPM:
     if len(spec.event_shape) == 3:
         options = {"net": SMALL} | options
     model = DDPM(spec, **({"num_steps": 12} | options)).eval()
-    with torch.no_grad():  # away from the zero start, and averages that differ from the raw weights
-        for p in model.core.parameters():
-            p.add_(0.05 * torch.randn(p.shape))
-        model.ema.update(model.core, 0)
-        for p in model.core.parameters():
-            p.add_(0.01 * torch.randn(p.shape))
+    scattered(model.core, 0.05)
+    model.ema.update(model.core, 0)
+    scattered(model.core, 0.01)  # averages differ from the raw weights
     return model
 
 

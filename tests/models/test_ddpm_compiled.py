@@ -11,6 +11,7 @@ from genmodels.diffusion import Denoiser, q_sample
 from genmodels.models.ddpm import DDPM
 from genmodels.nn import attention as attention_room
 from genmodels.nn import attention_block as spatial_attention
+from tests.parameters import scattered
 
 SMALL = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "heads": 2}
 IMAGES = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -20,9 +21,7 @@ SEQUENCES = DataSpec("sequences", (3, 12), levels=None)
 def small(spec=IMAGES, **options) -> DDPM:
     torch.manual_seed(0)
     model = DDPM(spec, num_steps=20, ema_decay=0.0, net=SMALL | options.pop("net", {}), **options)
-    with torch.no_grad():
-        for parameter in model.core.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
+    scattered(model.core, 0.05)
     return model
 
 

@@ -16,6 +16,7 @@ from genmodels.energy import Potential
 from genmodels.models.ddpm import EnergyDDPM
 from genmodels.models.optimizer import Optimizer
 from tests.models.test_ddpm import DIGITS, SMALL, batch
+from tests.parameters import scattered
 
 PLANE = DataSpec("gauss", (2,), levels=None)
 
@@ -23,10 +24,8 @@ PLANE = DataSpec("gauss", (2,), levels=None)
 def model(spec: DataSpec = DIGITS, **options) -> EnergyDDPM:
     torch.manual_seed(0)
     found = EnergyDDPM(spec, **({"num_steps": 12} | ({"net": SMALL} if spec is DIGITS else {}) | options)).eval()
-    with torch.no_grad():  # away from the start, where the energy is that of N(0, I)
-        for core in (found.core, *found.ema.averages):
-            for p in core.parameters():
-                p.add_(0.05 * torch.randn(p.shape))
+    for core in (found.core, *found.ema.averages):  # away from the start, where the energy is that of N(0, I)
+        scattered(core, 0.05)
     return found
 
 

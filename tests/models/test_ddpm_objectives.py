@@ -17,6 +17,7 @@ from genmodels.models.build import build
 from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.ddpm import DDPM
 from genmodels.speech.text import CHARACTERS
+from tests.parameters import scattered
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -45,9 +46,7 @@ def model(spec=DIGITS, **options):
     torch.manual_seed(0)
     options = ({"net": SMALL} if spec.is_image else {"net": {"hidden": 16, "depth": 1}}) | options
     made = DDPM(spec, **({"num_steps": 12, "ema_decay": 0.0} | options))
-    with torch.no_grad():
-        for p in made.core.net.parameters():
-            p.add_(0.05 * torch.randn(p.shape))
+    scattered(made.core.net, 0.05)
     return made
 
 

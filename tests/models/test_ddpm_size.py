@@ -8,6 +8,7 @@ import torch
 from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
 from genmodels.nn import ATTENTION
+from tests.parameters import scattered
 
 NET = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
 
@@ -15,9 +16,7 @@ NET = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
 def model(attention, event_shape=(1, 8, 8), levels=17):
     torch.manual_seed(0)
     built = DDPM(DataSpec("x", event_shape, levels=levels), net=NET | {"attention": attention}, num_steps=10).eval()
-    with torch.no_grad():  # away from the zero start
-        for parameter in built.core.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
+    scattered(built.core, 0.1)
     return built
 
 

@@ -14,6 +14,7 @@ from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
 from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP, TarFlow
+from tests.parameters import scattered_model
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 COLOURS = DataSpec("colours", (3, 8, 8), levels=256)
@@ -68,11 +69,7 @@ def made(name: str, initialised: bool = True):
     model = MODELS[name]()
     if initialised:
         model.initialize(batch_of(model.spec))
-        with torch.no_grad():  # away from the identity that couplings start as
-            for parameter in model.core.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        for average in model.ema.averages:
-            average.load_state_dict(model.core.state_dict())
+        scattered_model(model, 0.05, seed=1)  # away from the identity that couplings start as
     return model.eval()
 
 

@@ -16,6 +16,7 @@ from genmodels.models import diffusion
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.training.trainer import initial_batch
+from tests.parameters import scattered
 from tests.untrained import write
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
@@ -25,9 +26,7 @@ DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 def small(kind=FlowMatchingModel, spec=DIGITS, **options):
     torch.manual_seed(0)
     model = kind(spec, **({"num_steps": 12, "net": SMALL, "ema_decay": 0.0} | options)).eval()
-    with torch.no_grad():  # away from the zero start
-        for p in model.core.parameters():
-            p.add_(0.05 * torch.randn(p.shape))
+    scattered(model.core, 0.05)
     return model
 
 

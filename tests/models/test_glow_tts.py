@@ -23,7 +23,8 @@ from genmodels.models.mels import MelUnits, alone, with_noise
 from genmodels.models.text_model import TextReader
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
-from tests.models.texts import ENCODER, N_MELS, batch, scattered, spec
+from tests.models.texts import ENCODER, N_MELS, batch, spec
+from tests.parameters import scattered_model
 
 SMALL = {"encoder": ENCODER, "steps": 2, "hidden": 8, "depth": 1,
          "duration_channels": 8, "speaker_channels": 4}
@@ -33,7 +34,7 @@ def model(speakers: tuple[str, ...] = (), **options) -> GlowTTS:
     torch.manual_seed(0)
     found = GlowTTS(spec(speakers), **SMALL | options)
     found.initialize(batch(speaker=bool(speakers)))
-    return scattered(found)
+    return scattered_model(found)
 
 
 def worst_difference(found: GlowTTS, **options) -> float:

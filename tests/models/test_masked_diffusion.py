@@ -16,6 +16,7 @@ from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.normalizing_flows import RealNVP
 from genmodels.verification.check import Options
 from genmodels.verification.checkpoints import verify
+from tests.parameters import scattered
 from tests.untrained import write
 
 DIT = {"width": 16, "depth": 1, "heads": 2}
@@ -26,9 +27,7 @@ DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 def small(spec=DIGITS, **options):
     torch.manual_seed(0)
     model = MaskedDiffusionModel(spec, **({"net": DIT, "width": 4, "num_steps": 50, "ema_decay": 0.0} | options)).eval()
-    with torch.no_grad():  # away from the zero start
-        for p in model.core.parameters():
-            p.add_(0.05 * torch.randn(p.shape))
+    scattered(model.core, 0.05)
     return model
 
 

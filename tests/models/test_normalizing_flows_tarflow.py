@@ -11,6 +11,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.flows.discrete import NoisyFlow
 from genmodels.flows.tarflow import Decoding, MetaBlock
 from genmodels.models.normalizing_flows import TarFlow
+from tests.parameters import scattered
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 SMALL = {"blocks": 2, "width": 16, "depth": 1, "heads": 2, "ema_decay": 0}
@@ -25,9 +26,7 @@ def made(size=0.1, **options):
     torch.manual_seed(0)
     model = TarFlow(DIGITS, **SMALL, **options)
     model.initialize(batch())
-    with torch.no_grad():
-        for p in model.core.parameters():
-            p.add_(size * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    scattered(model.core, size, seed=1)
     return model.eval()
 
 

@@ -19,6 +19,7 @@ from genmodels.models.recognizer import Recognizer, characters
 from genmodels.speech.decoding import Hypothesis, Search
 from genmodels.speech.text import Symbols
 from tests.models import texts
+from tests.parameters import scattered_model
 
 SIZES = ((3, 19), (5, 24), (2, 12))
 
@@ -35,7 +36,7 @@ def model(criterion: str = "ctc", net: dict | None = None, **options) -> Recogni
     if net is None or "_target_" not in net:
         net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3, "dropout": 0.0, **(net or {})}
     own = {**CRITERIA[criterion], **options}
-    return texts.scattered(Recognizer(texts.spec(), criterion=criterion, net=net, **own))
+    return scattered_model(Recognizer(texts.spec(), criterion=criterion, net=net, **own))
 
 
 def item_error(recognizer: Recognizer) -> float:

@@ -9,6 +9,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.utterances import FLOOR, padded_tokens
 from genmodels.diffusion import GaussianDenoiser, LinearPath, Velocity
 from genmodels.speech.text import CHARACTERS
+from tests.parameters import scattered_model
 
 N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for
 TEXT = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab", "bad dad"]}
@@ -36,20 +37,10 @@ def batch(sizes=((3, 9), (5, 14), (2, 6)), speaker: bool = False) -> Batch:
     return Batch(x, said, mask, torch.arange(len(sizes)))
 
 
-def scattered(model, scale: float = 0.1):
-    """The model with parameters moved at random, so that nothing that starts at zero hides what it does."""
-    with torch.no_grad():
-        for parameter in model.core.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    for average in model.ema.averages:
-        average.load_state_dict(model.core.state_dict())
-    return model.eval()
-
-
 def diffusion(family: type, speakers: tuple[str, ...] = (), **options):
     """A small model of mels around the text's mean, with parameters moved at random."""
     torch.manual_seed(0)
-    return scattered(family(spec(speakers), **DIFFUSION | options))
+    return scattered_model(family(spec(speakers), **DIFFUSION | options))
 
 
 def gaussian(family: type, variance: float):

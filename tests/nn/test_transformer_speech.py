@@ -9,6 +9,7 @@ from genmodels.core.errors import InputError
 from genmodels.models.build import construct
 from genmodels.nn import ATTENTION, transformer
 from genmodels.nn.transformer import SpeechEncoder
+from tests.parameters import scattered
 
 LENGTHS = (150, 37, 1)
 OF_SEQUENCES = [name for name, kind in ATTENTION.items() if kind.make is None or 1 in kind.dims]
@@ -17,10 +18,7 @@ OF_SEQUENCES = [name for name, kind in ATTENTION.items() if kind.make is None or
 def encoder(**options) -> SpeechEncoder:
     torch.manual_seed(0)
     net = SpeechEncoder(5, **{"channels": 8, "depth": 2, "heads": 2, "hidden": 12, "convolution": 5, **options})
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return net.double().eval()
+    return scattered(net).double().eval()
 
 
 def padded():

@@ -12,8 +12,8 @@ from genmodels.speech import criteria
 from genmodels.speech.criteria import AttentionDecoder, PyramidalLSTM, cross_entropy
 from genmodels.speech.decoding import Search
 from genmodels.speech.tacotron import AttentionKind
+from tests.parameters import scattered
 from tests.speech.test_criteria_transducer import every_text
-from tests.speech.test_streaming import awake
 
 FRAMES, COUNTS = torch.tensor([9, 4, 6]), torch.tensor([3, 1, 4])
 Y = torch.tensor([[1, 2, 2, 0], [2, 0, 0, 0], [1, 1, 2, 1]])
@@ -22,7 +22,7 @@ TRIGGERS = torch.tensor([[1, 3, 5, 9, 0], [2, 1, 0, 0, 0], [0, 1, 2, 5, 9]])
 
 def decoder(**options) -> AttentionDecoder:
     torch.manual_seed(0)
-    return awake(AttentionDecoder(4, 3, **{"hidden": 5, "dropout": 0.0, **options}), 0.6).double().eval()
+    return scattered(AttentionDecoder(4, 3, **{"hidden": 5, "dropout": 0.0, **options}), 0.6, seed=0).double().eval()
 
 
 def speech() -> torch.Tensor:

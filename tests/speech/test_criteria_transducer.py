@@ -11,8 +11,8 @@ import torch
 from genmodels.speech import criteria
 from genmodels.speech.criteria import CTC, Transducer, least_frames, transducer_log_prob
 from genmodels.speech.decoding import Search, plus
+from tests.parameters import scattered
 from tests.speech.test_decoding import of_all_paths
-from tests.speech.test_streaming import awake
 
 
 def ctc(classes: int = 3) -> CTC:
@@ -149,7 +149,7 @@ def test_its_gradient_is_that_of_finite_differences_and_of_occupied_places():
 
 def model_of_texts() -> Transducer:
     torch.manual_seed(0)
-    return awake(Transducer(4, 3, hidden=5), 0.5).double().eval()
+    return scattered(Transducer(4, 3, hidden=5), 0.5, seed=0).double().eval()
 
 
 @torch.no_grad()

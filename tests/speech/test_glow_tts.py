@@ -13,6 +13,7 @@ from genmodels.speech import glow_tts
 from genmodels.speech.alignment import log_paths
 from genmodels.speech.glow_tts import GlowTTS, mel_decoder, normal_scores
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
+from tests.parameters import scattered
 
 SYMBOLS = 9
 
@@ -29,10 +30,7 @@ def model(n_mels: int = 4, *, groups: int = 4, learn_sigma: bool = True, speaker
     found = GlowTTS(encoder, decoder, DurationPredictor(8, hidden=8)).double().eval()
     found.decoder.initialize(torch.randn(4, n_mels, 6, dtype=torch.float64) * 2 + 1,
                              torch.randn(4, speakers, dtype=torch.float64) if speakers else None)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return found
+    return scattered(found)
 
 
 def padded(n_mels: int = 4):

@@ -29,18 +29,10 @@ from genmodels.speech.streaming import (
 )
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim
+from tests.parameters import scattered
 from tests.speech.test_audio import speechlike
 from tests.speech.test_glow_tts import SYMBOLS, keyed
 from tests.speech.test_vocoder import installed
-
-
-def awake(module: torch.nn.Module, size: float = 0.2) -> torch.nn.Module:
-    """The same module with every parameter moved, so that nothing in it is the identity."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(size * torch.randn_like(parameter))
-    return module
 
 
 def decoder(
@@ -52,7 +44,7 @@ def decoder(
     found = mel_decoder(4, steps=steps, hidden=8, depth=depth, kernel_size=kernel_size, cond=cond,
                         attention=attention).eval()
     found.initialize(torch.randn(4, 4, 60) * 2 + 1, torch.randn(4, speakers) if speakers else None)
-    return awake(found).to(dtype)
+    return scattered(found, seed=0).to(dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
@@ -178,7 +170,8 @@ def test_autograd_sees_no_farther_ahead_with_attention(attention):
 def model(dtype=torch.float64) -> GlowTTS:
     torch.manual_seed(0)
     encoder = TextEncoder(SYMBOLS, 4, channels=8, depth=1, hidden=16, learn_sigma=True)
-    return GlowTTS(awake(encoder), decoder(torch.float32), awake(DurationPredictor(8, hidden=8))).to(dtype).eval()
+    durations = DurationPredictor(8, hidden=8)
+    return GlowTTS(scattered(encoder), decoder(torch.float32), scattered(durations)).to(dtype).eval()
 
 
 @pytest.mark.parametrize("frames", [1, 2, 37, 38])

@@ -12,8 +12,8 @@ from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.seq2seq import ScoredAttention
 from genmodels.speech.tacotron import AttentionKind, Tacotron, make_attention
 from genmodels.speech.text_encoder import TextEncoder
+from tests.parameters import scattered
 from tests.speech.test_glow_tts import SYMBOLS, keyed, padded
-from tests.speech.test_streaming import awake
 
 KINDS = get_args(AttentionKind)
 #: Attentions with frames per step: every attention, and steps that do not divide the lengths of the mels.
@@ -24,7 +24,7 @@ def model(attention: str = "location", **changed) -> Tacotron:
     torch.manual_seed(0)
     encoder = TextEncoder(SYMBOLS, 4, channels=8, depth=1, hidden=16)
     sizes = {"hidden": 12, "prenet": 6, **changed}
-    return awake(Tacotron(encoder, attention=attention, **sizes), 0.3).double().eval()
+    return scattered(Tacotron(encoder, attention=attention, **sizes), 0.3, seed=0).double().eval()
 
 
 def fed(taco: Tacotron, y, tokens, generator):
