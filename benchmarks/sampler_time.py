@@ -14,28 +14,28 @@ import argparse
 
 import torch
 from _timing import interleaved
-from unet_step import Setting, build_peer
+from step import UNetSetting, unet_peer
 
 from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
 
 SETTINGS = {
-    "digits": Setting((1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, batch=64),
-    "small": Setting((1, 32, 32), channels=32, multipliers=(1, 2, 2), blocks=2, batch=16),
+    "digits": UNetSetting((1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, batch=64),
+    "small": UNetSetting((1, 32, 32), channels=32, multipliers=(1, 2, 2), blocks=2, batch=16),
 }
 
 
-def ours(setting: Setting) -> DDPM:
+def ours(setting: UNetSetting) -> DDPM:
     net = {"channels": setting.channels, "multipliers": list(setting.multipliers), "blocks": setting.blocks,
            "heads": setting.heads}  # fmt: skip
     return DDPM(DataSpec("images", setting.event_shape, levels=256), net=net, ema_decay=0.0).eval()
 
 
-def theirs(setting: Setting):
+def theirs(setting: UNetSetting):
     """(network, DDIM pipeline, DPM-Solver++ loop), the last two as functions of the number of steps."""
     from diffusers import DDIMPipeline, DDIMScheduler, DPMSolverMultistepScheduler
 
-    network = build_peer(setting).eval()
+    network = unet_peer(setting).eval()
     pipeline = DDIMPipeline(network, DDIMScheduler(clip_sample=True))
     pipeline.set_progress_bar_config(disable=True)
     scheduler = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", solver_order=2, final_sigmas_type="zero")
