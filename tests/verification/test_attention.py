@@ -16,6 +16,8 @@ from genmodels.verification.mechanism_references import MECHANISM_REFERENCES
 from tests.mutants.attention import MUTANTS
 from tests.mutants.attention_core import Explicit
 from tests.mutants.attention_positions import Encoded, SharedSign
+from tests.nn.attention.table import CASES, REACHES, kinds
+from tests.nn.attention.table import MECHANISMS as TABLE
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -33,6 +35,43 @@ def test_every_check_has_a_mutant():
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_passes_every_check(name):
     MECHANISMS[name].check(name, compiler=None).raise_if_failed()
+
+
+#: One of each: further options are other numbers in the same code.
+COMPILED = {
+    "none", "xl", "shaw clip", "shaw zero", "shaw keys", "music", "t5", "alibi", "rotary", "rotary half", "swin",
+    "rotary 2d", "mel", "mel xl", "additive", "location", "scaled dot", "hard", "local dense", "local dense zero",
+    "monotonic", "monotonic bounded", "nystrom", "nystrom exact", "lsh rotation", "lsh sign",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case, backend", [(case, kind) for case in CASES for kind in kinds(case)],
+                         ids=lambda given: getattr(given, "name", given))  # fmt: skip
+def test_every_scheme_passes_every_check_by_each_path(case, backend):
+    """Fused kernels have no second derivatives."""
+    claimed = [*case.claims.split(), "full", *["derivatives"] * (backend == "explicit")]
+    compiler = "eager" if backend == kinds(case)[0] and case.name in COMPILED else None
+    module = case.plain(8, 2, backend=backend)
+    check(module, 8, capabilities=claimed, space=case.space, compiler=compiler).raise_if_failed()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.space is None], ids=lambda case: case.name)
+@pytest.mark.parametrize("reach", [*REACHES[1:], {"window": (2, 0)}, {"window": (None, 0)},
+                                   {"causal": True, "chunk": (3, 1)}], ids=str)  # fmt: skip
+def test_every_scheme_within_a_reach(case, reach):
+    module = case.plain(8, 2, **reach)
+    left, right = reach.get("window", (None, None))
+    within = (left, 0 if module.reach.no_future and left is not None else right)
+    claimed = ["causal", "cache"] if module.reach.no_future else []
+    check(module, 8, capabilities=claimed, reach=within, compiler=None,
+          only=["double loop", "paths", "causality", "cache", "locality"]).raise_if_failed()
+
+
+@pytest.mark.parametrize("mechanism", TABLE, ids=lambda mechanism: mechanism.name)
+def test_every_variant_of_a_mechanism_passes_every_check(mechanism):
+    claimed = [*mechanism.claims.split(), "derivatives", *["full"] * mechanism.pairs]
+    compiler = "eager" if mechanism.name in COMPILED else None
+    check(mechanism.make(None), 8, capabilities=claimed, reach=mechanism.reach, compiler=compiler).raise_if_failed()
 
 
 @pytest.mark.slow

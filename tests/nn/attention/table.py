@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,11 +35,16 @@ DIM, HEADS = 8, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A position scheme; for maps, the space it is tried on."""
+    """A position scheme, its capabilities by the names of the kit; for maps, the space it is tried on."""
 
     name: str
     position: Callable | None
+    claims: str = "relative"
     space: tuple[int, int] | None = None
+
+    def plain(self, dim: int, heads: int, **options) -> Attention:
+        """An attention as it is built."""
+        return Attention(dim, heads, self.position and self.position(dim, heads), **options)
 
     def build(self, *, seed: int = 0, dtype=torch.float64, replaced: Callable | None = None, cross=False, **options):
         """An attention with every parameter random (also those that begin at zero)."""
@@ -68,28 +72,28 @@ def mel(time=None, **options):
 
 
 CASES = [
-    Case("none", None),
+    Case("none", None, "unordered"),
     Case("xl", TransformerXL),
     Case("shaw clip", lambda D, H: Shaw(D, H, K=2)),
     Case("shaw zero", lambda D, H: Shaw(D, H, K=2, outside="zero", shared=True)),
     Case("shaw keys", lambda D, H: Shaw(D, H, K=2, values=False)),
-    Case("music", lambda D, H: MusicTransformer(D, H, max_len=16)),
-    Case("music shared", lambda D, H: MusicTransformer(D, H, max_len=4, shared=True)),
-    Case("music short", lambda D, H: MusicTransformer(D, H, max_len=3)),
+    Case("music", lambda D, H: MusicTransformer(D, H, max_len=16), "relative causal cache"),
+    Case("music shared", lambda D, H: MusicTransformer(D, H, max_len=4, shared=True), "relative causal cache"),
+    Case("music short", lambda D, H: MusicTransformer(D, H, max_len=3), "relative causal cache"),
     Case("t5", lambda D, H: T5Bias(D, H, buckets=8, max_distance=6)),
     Case("t5 one way", lambda D, H: T5Bias(D, H, buckets=4, max_distance=6, bidirectional=False)),
-    Case("alibi", ALiBi),
+    Case("alibi", ALiBi, "relative symmetric"),
     Case("alibi one way", lambda D, H: ALiBi(D, H, symmetric=False)),
     Case("rotary", Rotary),
     Case("rotary half", lambda D, H: Rotary(D, H, layout="half")),
-    Case("swin", lambda D, H: Swin2d(D, H, size=(2, 3)), (2, 3)),
-    Case("swin resampled", lambda D, H: Swin2d(D, H, size=(3, 2)), (2, 4)),
-    Case("rotary 2d", Rotary2d, (2, 3)),
-    Case("mel", mel(), (2, 3)),
-    Case("mel xl", mel(TransformerXL), (2, 3)),
-    Case("mel shaw", mel(Shaw, K=1), (2, 3)),
-    Case("mel alibi", mel(ALiBi), (2, 3)),
-    Case("mel rotary", mel(Rotary), (2, 3)),
+    Case("swin", lambda D, H: Swin2d(D, H, size=(2, 3)), "relative 2d resampled", (2, 3)),
+    Case("swin resampled", lambda D, H: Swin2d(D, H, size=(3, 2)), "relative 2d resampled", (2, 4)),
+    Case("rotary 2d", Rotary2d, "relative 2d", (2, 3)),
+    Case("mel", mel(), "relative 2d rows symmetric", (2, 3)),
+    Case("mel xl", mel(TransformerXL), "relative 2d rows", (2, 3)),
+    Case("mel shaw", mel(Shaw, K=1), "relative 2d rows", (2, 3)),
+    Case("mel alibi", mel(ALiBi), "relative 2d rows symmetric", (2, 3)),
+    Case("mel rotary", mel(Rotary), "relative 2d rows", (2, 3)),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -98,17 +102,17 @@ BY_NAME = {case.name: case for case in CASES}
 class Mechanism:
     """A mechanism outside the core.
 
-    cross: takes a memory; pairs: takes full masks; carries: can go on step by step along a memory; sums: the weights of
-    a query sum to 1; equivariant: to permutations.
+    claims: its capabilities by the names of the kit; cross: takes a memory; pairs: takes full masks; carries: can go on
+    step by step along a memory; reach: neighbours before and after.
     """
 
     name: str
     make: Callable
+    claims: str = ""
     cross: bool = True
     pairs: bool = False
     carries: bool = False
-    sums: bool = True
-    equivariant: bool = False
+    reach: tuple[int | None, int | None] = (None, None)
 
     def build(self, *, seed: int = 0, dtype=torch.float64, replaced: Callable | None = None, **options):
         """A module with every parameter random; `replaced` stands in for its class."""
@@ -125,28 +129,29 @@ def module(default, **fixed):
 
 
 STEPS = {"pairs": True, "carries": True}
-LONE = {"cross": False}
-ROUGH = {"sums": False}  # weights that only approach those of a mean
 MECHANISMS = [
-    Mechanism("additive", scored(lambda: Additive(DIM, HEADS, hidden=3)), equivariant=True, **STEPS),
+    Mechanism("additive", scored(lambda: Additive(DIM, HEADS, hidden=3)), "unordered", **STEPS),
     Mechanism("location", scored(lambda: Location(DIM, HEADS, channels=2, kernel=3)), **STEPS),
     Mechanism("location previous", scored(lambda: Location(DIM, HEADS, channels=2, kernel=3, cumulative=False)),
               **STEPS),
-    Mechanism("scaled dot", scored(lambda: ScaledDot(DIM, HEADS)), equivariant=True, **STEPS),
-    Mechanism("hard", scored(lambda: Additive(DIM, HEADS), HardAttention), equivariant=True, **STEPS),
-    Mechanism("local dense", module(LocalDenseSynthesizer, c=3), **LONE),
-    Mechanism("local dense even", module(LocalDenseSynthesizer, c=4), **LONE),
-    Mechanism("local dense zero", module(LocalDenseSynthesizer, c=4, boundary="zero"), sums=False, **LONE),
-    Mechanism("local dense wide", module(LocalDenseSynthesizer, c=9), **LONE),
-    Mechanism("monotonic", module(LocalMonotonic, sigma=1.0), carries=True, **ROUGH),
-    Mechanism("monotonic bounded", module(LocalMonotonic, sigma=0.7, max_step=1.5, score="softmax"), carries=True,
-              **ROUGH),
-    Mechanism("nystrom", module(Nystrom, landmarks=3), **ROUGH),
-    Mechanism("nystrom exact", module(Nystrom, landmarks=3, iterations=None), **ROUGH),
-    Mechanism("nystrom full", module(Nystrom, landmarks=16, iterations=None), equivariant=True),
-    Mechanism("lsh rotation", module(LSH, buckets=4, chunk=2, rounds=2), **LONE),
-    Mechanism("lsh sign", module(LSH, buckets=4, chunk=3, rounds=3, hash="sign"), **LONE),
-    Mechanism("lsh one bucket", module(LSH, buckets=1, chunk=16, rounds=2), equivariant=True, **LONE),
+    Mechanism("scaled dot", scored(lambda: ScaledDot(DIM, HEADS)), "unordered", **STEPS),
+    Mechanism("hard", scored(lambda: Additive(DIM, HEADS), HardAttention), "unordered piecewise", **STEPS),
+    Mechanism("local dense", module(LocalDenseSynthesizer, c=3), "relative", cross=False, reach=(1, 1)),
+    Mechanism("local dense alone", module(LocalDenseSynthesizer, c=1), cross=False, reach=(0, 0)),
+    Mechanism("local dense pair", module(LocalDenseSynthesizer, c=2), "relative", cross=False, reach=(1, 0)),
+    Mechanism("local dense even", module(LocalDenseSynthesizer, c=4), "relative", cross=False, reach=(2, 1)),
+    Mechanism("local dense zero", module(LocalDenseSynthesizer, c=4, boundary="zero"), "relative unnormalised",
+              cross=False, reach=(2, 1)),
+    Mechanism("local dense wide", module(LocalDenseSynthesizer, c=9), "relative", cross=False, reach=(4, 4)),
+    Mechanism("monotonic", module(LocalMonotonic, sigma=1.0), "unnormalised", carries=True),
+    Mechanism("monotonic bounded", module(LocalMonotonic, sigma=0.7, max_step=1.5, score="softmax"), "unnormalised",
+              carries=True),
+    Mechanism("nystrom", module(Nystrom, landmarks=3), "unnormalised"),
+    Mechanism("nystrom exact", module(Nystrom, landmarks=3, iterations=None), "unnormalised"),
+    Mechanism("nystrom full", module(Nystrom, landmarks=16, iterations=None), "unordered"),
+    Mechanism("lsh rotation", module(LSH, buckets=4, chunk=2, rounds=2), "piecewise", cross=False),
+    Mechanism("lsh sign", module(LSH, buckets=4, chunk=3, rounds=3, hash="sign"), "piecewise", cross=False),
+    Mechanism("lsh one bucket", module(LSH, buckets=1, chunk=16, rounds=2), "unordered", cross=False),
 ]  # fmt: skip
 MECHANISM = {mechanism.name: mechanism for mechanism in MECHANISMS}
 
@@ -161,22 +166,6 @@ def draw(*shape, seed=1, dtype=DOUBLE):
 
 def worst(a, b):
     return float((a - b).detach().abs().max())
-
-
-def half_error(attention, x, **given):
-    """Error under autocast, over the change that parameters and inputs rounded to bfloat16 make in single precision.
-
-    No computation in half precision can do much better than 1, whatever the condition of the module.
-    """
-    rounded = copy.deepcopy(attention)
-    with torch.no_grad():
-        for parameter in rounded.parameters():
-            parameter.copy_(parameter.bfloat16())
-        whole, inevitable = attention(x, **given)[0], rounded(x.bfloat16().float(), **given)[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            y, a = attention(x, **given)[0], attention.weights(x, **given)
-    assert y.dtype == x.dtype and a.dtype == torch.float32
-    return worst(y, whole) / worst(inevitable, whole)
 
 
 def kinds(case):
