@@ -99,7 +99,7 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
             datamodule, split, spec.levels - 1, order, limit)) for order in (1, 6)]
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)
-        return [_reference("a normal distribution for each band", "nats_per_dim", found)]
+        return [_reference("a Gaussian for each band", "nats_per_dim", found)]
     if spec.levels is None:
         return [] if spec.entropy is None else [Reference("exact entropy", "nats", spec.entropy)]
     rows = [Reference("uniform", spec.unit, uniform_bits_per_dim(spec.levels))]

@@ -435,7 +435,7 @@ def faults(line: LikelihoodLine) -> list[str]:
         found.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
     gap, error = line.kl_paired, line.se_gap
     if line.kind in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
-        found.append(f"{line.label}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+        found.append(f"{line.label}: better than the true density by {-gap:.4f} +- {error:.4f} nats: a fault of the "
                      "evaluation")
     return found
 

@@ -23,8 +23,8 @@ MEASURES = (("frechet", "frechet"), ("kernel", "kernel_distance"), ("precision",
 _DISTANCES = {"frechet": "Fréchet distance", "kernel": "kernel distance"}
 #: How a value of each kind may err, for ranks across kinds.
 ERRS = {
-    "exact": "has no error but that of the items", "lower_bound": "may be worse than the truth, never better",
-    "upper_bound": "may be better than the truth, never worse",
+    "exact": "has no error but that of the items", "lower_bound": "may be worse than the true value, never better",
+    "upper_bound": "may be better than the true value, never worse",
     "ode": "may err either way, by its tolerance and its noise", "ais": "flatters the model where log Z is too small",
 }
 #: Whether a kind bounds the true value from below, from above.

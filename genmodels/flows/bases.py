@@ -103,7 +103,7 @@ class StandardNormal(Distribution):
 
 
 class _Normals(Distribution):
-    """Means and log-scales of one or several normal distributions, the same for all positions along an open length."""
+    """Means and log-scales of one or several Gaussians, the same for all positions along an open length."""
 
     def _learn(self, *leading: int) -> None:
         shape = (*leading, *(1 if n is None else n for n in self.event_shape))
@@ -147,7 +147,7 @@ class DiagonalNormal(_Normals):
 
 
 class ClassNormal(_Normals):
-    """A normal distribution for every class, which conditions a flow without conditional networks on the class.
+    """A Gaussian for every class, which conditions a flow without conditional networks on the class.
 
         log p(z | y) = sum_i log N(z_i; mu_{y,i}, sigma_{y,i}^2),    log sigma = 10 tanh(raw / 10)
 
@@ -241,7 +241,7 @@ class Uniform(Distribution):
 
 
 class Mixture(_Normals):
-    """A mixture of normal distributions with learned weights, means and diagonal scales.
+    """A mixture of Gaussians with learned weights, means and diagonal scales.
 
         log p(z) = log sum_k pi_k N(z; mu_k, sigma_k^2),    z = mu_k + T sigma_k eps with probability pi_k
 

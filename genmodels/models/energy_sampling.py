@@ -217,4 +217,4 @@ class Sampler:
         return result.samples, found
 
 
-_STARTED = "normal density with twice the covariance of the data"
+_STARTED = "Gaussian with twice the covariance of the data"

@@ -68,7 +68,7 @@ def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
     assert any("not ranked" in note for note in table.notes)
     across = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)), rank="across")
     assert [row.cells[9] for row in across.rows] == ["2", "1"]
-    assert any("lower_bound may be worse than the truth" in note for note in across.notes)
+    assert any("lower_bound may be worse than the true value" in note for note in across.notes)
 
 
 def test_models_that_are_equal_share_their_rank():
