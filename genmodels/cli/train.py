@@ -99,8 +99,6 @@ def run(
         if lock is not None:
             ended.callback(lock.close)
         ended.callback(log.close)
-        if init is not None and path is None:
-            _start_from(init, network, trust)
         speed = Throughput(options.sample_every_n_steps)
         lightning = options.build(steps, [speed, *_callbacks(folder, options), checkpointing], str(folder))
         done = header.get("step", 0)
@@ -114,8 +112,9 @@ def run(
         if device == "cpu":
             parts.keep_freed_memory()
         if path is None:
-            if init is None:
-                network.initialize(initial_batch(datamodule))
+            network.initialize(initial_batch(datamodule))
+            if init is not None:
+                _start_from(init, network, trust)  # after the statistics of the data, which are this run's own
             if options.lr_find:
                 with torch.random.fork_rng():
                     trial = build(model, datamodule.spec, trust=trust)

@@ -206,3 +206,16 @@ def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and len(error.strip().splitlines()) == 1, error
         assert not (tmp_path / "third").exists()
+
+
+def test_a_run_from_other_weights_has_the_statistics_of_its_own_data(tmp_path):
+    words = ["train", "model=ddpm", "data=toy", "~preset", "data.batch_size=32", "logger=csv", "trainer.max_steps=2",
+             "trainer.limit_validation=1", "trainer.sample_every_n_steps=0"]  # fmt: skip
+    found = {}
+    for name, more in (("first", ["data.set=8gaussians"]), ("own", ["data.set=moons"]),
+                       ("second", ["data.set=moons", f"init={tmp_path}/first/last.ckpt"])):
+        assert main([*words, *more, f"run_dir={tmp_path}/{name}"]) == 0
+        found[name] = read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"]
+    for key in ("location", "scale"):
+        assert torch.equal(found["second"][key], found["own"][key])
+        assert not torch.equal(found["second"][key], found["first"][key])
