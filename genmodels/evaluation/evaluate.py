@@ -337,7 +337,7 @@ def check_options(models: Sequence[Opened]) -> None:
     known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
     known |= {"guidance" for opened in models if getattr(opened.model, "has_null_class", False)}
     if any(not opened.model.generates for opened in models):
-        known |= {"beam", "nbest", "lm"}
+        known |= {"beam", "nbest", "lm", "length"}
     if any(opened.model.generates and opened.spec.text is not None for opened in models):
         known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
     known |= {bound for opened in models for bound in bounds_of(opened.model)}
@@ -352,6 +352,7 @@ def check_options(models: Sequence[Opened]) -> None:
         ("recognizer", "recognizer", "text-to-speech models", request.recognizer is not None),
         ("nbest", "nbest", "recognisers", request.nbest > 1),
         ("lm", "lm", "recognisers", request.lm is not None),
+        ("length", "length", "recognisers", bool(request.length)),
         ("beam", "beam", "recognisers, and with recognizer= for text-to-speech models", request.beam > 1),
         ("stages=[cost]", "samples", "models with samples", request.stages == ["cost"]),
         ("temperature", "samples", "models with samples", request.temperature is not None),

@@ -435,6 +435,7 @@ BAD = [
     ("ckpt=FLOW beam=8", 2, "beam is for recognisers"),
     ("ckpt=FLOW beam=8 nbest=2", 2, "nbest is for recognisers"),
     ("ckpt=FLOW beam=8 lm=book.txt rescore=true", 2, "lm is for recognisers"),
+    ("ckpt=FLOW beam=8 length=0.5", 2, "length is for recognisers"),
     ("ckpt=FLOW recognizer=run beam=8", 2, "recognizer is for text-to-speech models"),
     ("ckpt=FLOW ode=true", 2, "is for diffusion models"),
     ("ckpt=FLOW ood=fasion_mnist", 2, "did you mean 'fashion_mnist'"),
