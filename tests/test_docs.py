@@ -307,6 +307,34 @@ def test_links_lead_somewhere_and_every_page_is_in_the_navigation():
     assert yaml.safe_load(site)["docs_dir"] == "docs"
 
 
+def table_faults(text: str) -> list[str]:
+    """Lines that a page would not show as rows of their table: cut off from it, prose after it, of other columns."""
+    without_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    faults = []
+    for paragraph in re.split(r"\n\s*\n", without_code):
+        lines = [line for line in paragraph.splitlines() if not line.startswith("<!--")]
+        rows = [line.startswith("|") for line in lines]
+        if not any(rows):
+            continue
+        cells = [len(re.sub(r"`[^`]*`", "", line.replace("\\|", "")).split("|")) for line in lines]
+        faults += [line for line, row, count in zip(lines, rows, cells, strict=True) if not row or count != cells[0]]
+        if len(lines) < 2 or set(lines[1]) - set("|-: "):
+            faults.append(lines[0])
+    return faults
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tables_are_whole(page):
+    assert not table_faults(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("tail", ["\n| c | d |\n", "and prose\n", "| c |\n", "| c | d | e |\n"])
+def test_a_broken_table_is_found(tail):
+    whole = "| a | b |\n|---|---|\n| `x|y` | 2 \\| 3 |\n"
+    assert not table_faults(whole)
+    assert table_faults(whole + tail)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_as_it_stands(page, tmp_path):
