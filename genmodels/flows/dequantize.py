@@ -29,6 +29,7 @@ class Dequantize(nn.Module):
 
     Attributes:
         kind: kind of the resulting likelihood, `lower_bound`.
+        median: median of what `noise` returns.
         uses_cond: whether the noise depends on a condition.
 
     Shapes: `x (B, *event)` integers 0..L-1; `v` like x, in the precision of the module; contribution `(B,)`, over valid
@@ -39,6 +40,7 @@ class Dequantize(nn.Module):
     """
 
     kind = "lower_bound"
+    median: float = 0.0
     uses_cond: bool = False
 
     def __init__(self, levels: int):
@@ -76,9 +78,10 @@ class Dequantize(nn.Module):
         """u in [0, 1] like x, and log q(u | x) `(B,)`."""
         raise NotImplementedError
 
-    def middle(self, x: Tensor) -> Tensor:
-        """The middle of each cell, (x + 1/2) / L."""
-        return ((self._integers(x).double() + 0.5) / self.levels).to(self.low.dtype)
+    def centre(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The point of each integer at the median of the noise: of uniform noise (x + 1/2) / L."""
+        median = torch.full(x.shape, self.median, dtype=self.low.dtype, device=x.device)
+        return self.with_noise(x, median, cond, mask)[0]
 
     def to_levels(self, v: Tensor) -> Tensor:
         """The integers whose cells hold `v`, clamp(floor(L v), 0, L - 1); uint8 up to 256 levels, else int64.
@@ -137,6 +140,8 @@ class UniformDequantize(Dequantize):
         (True, tensor([-11.0904]))
     """
 
+    median = 0.5
+
     def noise(self, shape, generator):
         return uniform(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
@@ -176,7 +181,7 @@ class GaussianNoise(Dequantize):
         return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
     def with_noise(self, x, noise, cond=None, mask=None):
-        v = self.middle(x) + self.sigma * noise
+        v = (self._integers(x).to(self.low.dtype) + 0.5) / self.levels + self.sigma * noise
         return hide(v, mask), v.new_zeros(len(x))
 
 

@@ -164,9 +164,9 @@ class DiscreteFlow(nn.Module):
 
         return class_posterior(bound, len(x), num_classes, log_prior, x.device)
 
-    def middle(self, x: Tensor) -> Tensor:
-        """The middle of the cell of each integer."""
-        return self.dequantize.middle(x)
+    def centre(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The point of each integer at the median of the noise."""
+        return self.dequantize.centre(x, self._conds(cond)[0], mask)
 
     def quantise(self, v: Tensor) -> Tensor:
         """The integers whose cells hold the values; those outside [0, 1) become the end levels."""
@@ -288,7 +288,7 @@ class ContinuousFlow(nn.Module):
         """Events (n, *event) in the data's own units; frames outside the mask are zero."""
         return self.flow.sample(n, cond, temperature=temperature, generator=generator, mask=mask)
 
-    def middle(self, x: Tensor) -> Tensor:
+    def centre(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """x itself."""
         return x.to(next((p.dtype for p in self.parameters()), torch.float32))
 

@@ -269,6 +269,12 @@ class TrainedFlow:
 
     @cached_property
     @torch.no_grad()
+    def points(self) -> Tensor:
+        """The items as points of the flow, integers at the median of their noise."""
+        return self.core.centre(self.batch.x, self.model._cond(self.batch), self.batch.mask)
+
+    @cached_property
+    @torch.no_grad()
     def layers(self) -> list[dict]:
         """Every layer in order, as plain values.
 
@@ -276,7 +282,7 @@ class TrainedFlow:
         float64 after the layer for the same input of the flow, relative to the largest value; and the values of the
         invertibility monitor.
         """
-        x, cond, bijection = self.core.middle(self.batch.x), self.model._cond(self.batch), self.core.flow.bijection
+        x, cond, bijection = self.points, self.model._cond(self.batch), self.core.flow.bijection
         twin = copy.deepcopy(bijection).double()
         health = examine(bijection, x, cond, self.batch.mask).layers
         rows = []
@@ -304,7 +310,7 @@ class TrainedFlow:
         """The flow in float64 and two items: the bijection, x, condition and mask."""
         few = self.batch.rows(slice(0, 2))
         twin = copy.deepcopy(self.core.flow.bijection).double()
-        return twin, self.core.middle(few.x).double(), self.model._cond(few), few.mask
+        return twin, self.points[: len(few.x)].double(), self.model._cond(few), few.mask
 
 
 def drift_of(layers: list[dict]) -> dict:
@@ -321,7 +327,7 @@ def drift_of(layers: list[dict]) -> dict:
 @LAYER_CHECKS.add("round trip in float32", 1e-3, "inverse(forward(x)) = x in float32")
 def single_round_trip(s: TrainedFlow) -> Measured:
     """Every level of quantised data is recovered; for other data, relative to the largest value."""
-    x = s.core.middle(s.batch.x)
+    x = s.points
     back = _there_and_back(s, s.core.flow.bijection, x)
     if s.model.spec.levels is not None:
         same = (s.core.quantise(back).to(s.batch.x.dtype) == s.batch.x).double().mean()
@@ -332,7 +338,7 @@ def single_round_trip(s: TrainedFlow) -> Measured:
 @LAYER_CHECKS.add("round trip in float64", 1e-8, "inverse(forward(x)) = x in float64")
 def double_round_trip(s: TrainedFlow) -> Measured:
     """Relative to the largest value."""
-    x = s.core.middle(s.batch.x).double()
+    x = s.points.double()
     return Measured(relative(_there_and_back(s, copy.deepcopy(s.core.flow.bijection).double(), x), x), "relative")
 
 

@@ -11,7 +11,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.flows.bijection import Bijection, Inverse, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
-from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize, noise_condition
+from genmodels.flows.dequantize import GaussianNoise, OfLevel, UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.scaling import ActNorm, Logit, Scale
 from genmodels.nn.condition import Condition
@@ -84,7 +84,7 @@ def test_points_stay_in_their_cells(levels, dtype):
     assert v.dtype == dtype and bool((v >= 0).all()) and bool((v < 1).all())
     back = dequantize.to_levels(v)
     assert torch.equal(back.long(), x) and back.dtype == (torch.uint8 if levels <= 256 else torch.int64)
-    assert torch.equal(dequantize.to_levels(dequantize.middle(x)).long(), x)
+    assert torch.equal(dequantize.to_levels(dequantize.centre(x)).long(), x)
     assert bool(torch.isfinite(Logit(0.05)(v)[0]).all())
 
 
@@ -198,6 +198,30 @@ class OfTheFirstLevel(OfLevel):
 
     def _of_level(self, cond):
         return super()._of_level(torch.full_like(cond, -1))
+
+
+def half_of_the_noise_lies_below_the_centre(dequantize):
+    x = torch.arange(4)[None].expand(2000, -1)
+    below = (dequantize(x, source())[0] < dequantize.centre(x)).double().mean(0)
+    assert bool(((below - 0.5).abs() < 5 * math.sqrt(0.25 / len(x))).all()), below
+
+
+class Middle(VariationalDequantize):
+    """A mutant: the middle of the cell, where noise of other shapes may have no density."""
+
+    def centre(self, x, cond=None, mask=None):
+        return (x + 0.5) / self.levels
+
+
+def test_the_centre_is_the_median_of_the_noise():
+    for_levels = OfLevel(4)
+    with torch.no_grad():
+        for_levels.table.copy_(torch.tensor([[-2.0, -0.5, 0.5, 3.0], [0.0, -1.0, 0.5, -2.0]]))
+    every = [UniformDequantize(4), GaussianNoise(4, 0.3), VariationalDequantize(4, for_levels)]
+    for dequantize in every:
+        half_of_the_noise_lies_below_the_centre(dequantize)
+    with pytest.raises(AssertionError):
+        half_of_the_noise_lies_below_the_centre(Middle(4, for_levels))
 
 
 def test_every_check_of_bijections_holds_for_the_noise_of_a_level():

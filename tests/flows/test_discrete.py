@@ -410,7 +410,8 @@ def test_every_kind_of_event(name, conditional, noise, dtype):
     assert nats.shape == stderr.shape == (5,) and nats.dtype == torch.float64 and nats.isfinite().all()
     drawn = model.sample(5, labels, generator=keyed(5), length=8 if name == "sequences" else None)
     assert drawn.shape == x.shape and drawn.dtype == torch.uint8 and int(drawn.max()) <= 16
-    assert torch.equal(model.quantise(model.flow.from_latents(model.flow.latents(model.middle(x), labels), labels)), x)
+    latents = model.flow.latents(model.centre(x, labels), labels)
+    assert torch.equal(model.quantise(model.flow.from_latents(latents, labels)), x)
     if conditional:
         assert not torch.equal(model.log_prob(x, labels.flip(0), generator=keyed(5), samples=3)[0], nats)
         with pytest.raises(ValueError, match="needs cond"):
