@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, an, refusals
+from genmodels.core.errors import InputError, an, check_number, refusals
 from genmodels.core.files import located
+from genmodels.data.utterances import padded_mels
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.models.transcription import SEARCH, check_search, search_of
@@ -32,6 +35,7 @@ class Hearing:
         length: exponent of the length normalisation in a beam search of models with an attention decoder alone, or
             with triggers, 0 (none, the default) to 1.
         times: also when every word begins and ends, in seconds; for models with CTC.
+        batch_size: recordings that are recognised together; 1 for hours of sound in each.
     """
 
     beam: int = 1
@@ -42,8 +46,10 @@ class Hearing:
     rescore: bool = False
     length: float | None = None
     times: bool = False
+    batch_size: int = 16
 
     def __post_init__(self):
+        check_number("batch_size", self.batch_size, 1, 10_000)
         check_search(nbest=self.nbest, **{key: getattr(self, key) for key in SEARCH})
 
 
@@ -114,12 +120,15 @@ def heard(
     """
     mels = recordings(model, files)
     search = search_of(model, **{key: getattr(how, key) for key in SEARCH}, trust=trust)
-    for name, mel in mels:
-        (found,) = model.transcribe(mel, search, weights=weights)
-        for one in found[: how.nbest]:
-            with refusals():
-                spoken = model.times(mel, one, weights=weights) if how.times else []
-            yield Transcript(name, model.written(one), one.score, spoken)
+    for first in range(0, len(mels), how.batch_size):
+        part = mels[first : first + how.batch_size]
+        x, mask = padded_mels([mel.x[0] for _, mel in part], torch.tensor([mel.x.shape[-1] for _, mel in part]))
+        batch = Batch(x, mask=mask).to(model.device)
+        for (name, mel), found in zip(part, model.transcribe(batch, search, weights=weights), strict=True):
+            for one in found[: how.nbest]:
+                with refusals():
+                    spoken = model.times(mel, one, weights=weights) if how.times else []
+                yield Transcript(name, model.written(one), one.score, spoken)
 
 
 def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batch]]:

@@ -95,7 +95,7 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
         limit: number of items, None for all.
     """
     if spec.encoding == "characters":
-        return [_reference(f"characters given the {order - 1} before", spec.unit, of_characters(
+        return [_reference(f"{order}-gram of the training texts", spec.unit, of_characters(
             datamodule, split, spec.levels - 1, order, limit)) for order in (1, 6)]
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import genmodels as gm
+from genmodels.cli import transcribe
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
@@ -51,6 +52,28 @@ def test_files_are_transcribed_in_their_order(ckpt, capsys):
     found = gm.load(ckpt).transcribe(FILES[1], beam=4, nbest=3)
     assert lines == [f"{one.file}: {one.score:.2f} {one.text}" for one in found]
     assert len(lines) == 3 and scores == sorted(scores, reverse=True) and scores[0] < 0
+
+
+def batches_hear_what_single_recordings_say(ckpt):
+    """Three recordings of other lengths in batches of two: texts and scores are those of each alone, in order."""
+    model, files = gm.load(ckpt), [*FILES, FILES[0]]
+    assert len({read_wav(file)[0].shape for file in FILES}) == 2
+    one, two = (model.transcribe(files, beam=4, nbest=2, batch_size=n) for n in (1, 2))
+    assert [(a.file, a.text) for a in one] == [(b.file, b.text) for b in two]
+    assert [a.score for a in one] == pytest.approx([b.score for b in two], rel=1e-5)
+
+
+def test_batches_hear_what_single_recordings_say(ckpt, monkeypatch):
+    batches_hear_what_single_recordings_say(ckpt)
+    padded = transcribe.padded_mels
+
+    def without_mask(mels, lengths):
+        x, mask = padded(mels, lengths)
+        return x, torch.ones_like(mask)
+
+    monkeypatch.setattr(transcribe, "padded_mels", without_mask)
+    with pytest.raises(AssertionError):
+        batches_hear_what_single_recordings_say(ckpt)
 
 
 def test_a_language_model_and_times_and_streams(tmp_path, capsys):
@@ -100,6 +123,7 @@ def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
     ([FILES[0], "rescore=true"], "give lm= too"), ([FILES[0], "lm_order=3", "beam=2"], "lm_order=3 is for a language"),
     ([FILES[0], "lm=book.txt", "beam=2", "lm_weight=-1"], "lm_weight must be a finite number from 0"),
+    ([FILES[0], "batch_size=0"], "batch_size must be a finite number from 1"),
     ([FILES[0], "beam=100000"], "beam must be a finite number from 1 to 1000"),
     ([FILES[0], "length=2", "beam=2"], "length must be a finite number from 0 to 1"),
     ([FILES[0], "length=0.5"], "compares the texts of a beam search"),
@@ -183,8 +207,8 @@ def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys)
     assert line["unit"] == "bits_per_character" and line["kind"] == "exact" and line["bits_per_dim"] > 0
     assert len(report["transcription"]["heard"]) == 4 and report["transcription"]["curve"][-1]["utterances"] == 4
     known = {reference["name"]: reference for reference in report["references"]}
-    assert list(known) == ["characters given the 0 before", "characters given the 5 before"]
-    assert known["characters given the 0 before"]["value"] == pytest.approx(bits_by_frequency(Speech().prepare()))
+    assert list(known) == ["1-gram of the training texts", "6-gram of the training texts"]
+    assert known["1-gram of the training texts"]["value"] == pytest.approx(bits_by_frequency(Speech().prepare()))
     nats = [row["nats_per_dim"] for row in report["audit"]]
     assert len(nats) == 4 and nats == sorted(nats, reverse=True)
     assert not report["failed"] and {check["status"] for check in report["checks"]} == {"passed"}
