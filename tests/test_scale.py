@@ -36,7 +36,7 @@ from genmodels.nn import UNet
 from tests.commands import ROOT, Started
 from tests.models import texts
 from tests.parameters import scattered
-from tests.two_processes import fork, forked
+from tests.two_processes import fork, forked, joined
 
 PATIENCE = 300  # seconds until a test gives up on its processes
 
@@ -119,19 +119,18 @@ def gradients(name: str, rank: int = 0, world: int = 1, width: torch.dtype = tor
 
 
 def _take_part(rank: int, meet: str, out: str, names: list[str], width: torch.dtype) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     found = {}
     try:
-        for name in names:
-            found[name] = gradients(name, rank, 2, width)
-            for value in found[name].values():
-                torch.distributed.all_reduce(value)
-                value /= 2
-        torch.save(found, out)
+        with joined(meet, rank):
+            for name in names:
+                found[name] = gradients(name, rank, 2, width)
+                for value in found[name].values():
+                    torch.distributed.all_reduce(value)
+                    value /= 2
+            torch.save(found, out)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    torch.distributed.destroy_process_group()
 
 
 def on_two_processes(folder: Path, names: list[str], width: torch.dtype = torch.float64) -> dict:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,16 +37,32 @@ def forked(work, *calls: tuple, codes: tuple = (0, 0)) -> None:
     assert [process.exitcode for process in processes] == list(codes)
 
 
+@contextmanager
+def joined(meet: Path | str, rank: int) -> Iterator[None]:
+    """One of two processes that gloo joins; none leaves before both are done, as closing can lose the last message."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    yield
+    together(meet, rank)
+    torch.distributed.destroy_process_group()
+
+
+def together(meet: Path | str, rank: int) -> None:
+    """Wait until the other process is here too, without the connection of the two."""
+    here, there = (Path(f"{meet}-{number}-is-done") for number in (rank, 1 - rank))
+    here.touch()
+    while not there.exists():
+        time.sleep(0.01)
+
+
 def in_two(folder: Path, work, *arguments) -> list:
     """What `work(ranks, *arguments)` gives in each of two processes."""
     folder.mkdir()
 
     def one(rank: int) -> None:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-        torch.save(work(Ranks(), *arguments), folder / f"{rank}.pt")
-        if rank == 0:
-            torch.distributed.broadcast_object_list([None])  # the other one stops to serve
-        torch.distributed.destroy_process_group()
+        with joined(folder / "meet", rank):
+            torch.save(work(Ranks(), *arguments), folder / f"{rank}.pt")
+            if rank == 0:
+                torch.distributed.broadcast_object_list([None])  # the other one stops to serve
 
     forked(one, (0,), (1,))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]

@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 from genmodels.core.errors import InputError, Interrupted, RunError, explain
 
 _PATIENCE = timedelta(days=30)  # the others may wait as long as the first works alone; the end of a process ends it
+_FAREWELL = timedelta(seconds=10)
 _LAUNCHED = "GENMODELS_LAUNCHED"  # set in processes of `launch`, which reports their end itself
 
 
@@ -171,6 +172,8 @@ def ranks() -> Iterator[None]:
         if rank == 0:
             with suppress(Exception):  # the others do not wait if the command had nothing to share
                 distributed.broadcast_object_list([None])
+                # A connection that is closed can lose what was sent last.
+                own.wait([f"left {other}" for other in range(1, size)], _FAREWELL)
     except (Exception, KeyboardInterrupt, Interrupted) as error:
         later = False
         with suppress(Exception):  # the store ends with the process that holds it
@@ -185,6 +188,8 @@ def ranks() -> Iterator[None]:
             raise RunError("another process has ended; what was finished is kept: run the same command again") from None
         raise
     finally:
+        with suppress(Exception):
+            own.set(f"left {rank}", "")
         distributed.destroy_process_group()
 
 

@@ -20,7 +20,7 @@ from genmodels.data.shard_writer import write_shards
 from genmodels.data.shards import Shards
 from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
-from tests.two_processes import fork, forked
+from tests.two_processes import fork, forked, joined
 
 SPLITS = ("train", "val", "test")
 
@@ -277,9 +277,8 @@ def test_lightning_serves_each_epoch_in_its_own_order(workers):
 def _serve(rank: int, meet: str, out: str) -> None:
     module = Digits(batch_size=64).prepare()
     loaders = module.train_dataloader(), module.val_dataloader()  # made before the processes join, as by train
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
-    torch.save([[batch.index for batch in loader] for loader in loaders], out)
-    torch.distributed.destroy_process_group()
+    with joined(meet, rank):
+        torch.save([[batch.index for batch in loader] for loader in loaders], out)
 
 
 @fork

@@ -35,7 +35,7 @@ from tests.flows.table import (
     vector_coupling,
 )
 from tests.parameters import scattered
-from tests.two_processes import fork, forked
+from tests.two_processes import fork, forked, joined
 
 # ---- gradients ----
 
@@ -377,21 +377,19 @@ def saturating_flow():
 
 def _train(rank: int, meet: str, out: str, parts, deaf: bool) -> None:
     """Two steps of one of two processes."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     flow = set_memory(saturating_flow(), "inverse")
     if deaf:
         torch.distributed.all_reduce = lambda *_: None
     calls = []
     for p in flow.parameters():
         p.register_post_accumulate_grad_hook(lambda p: calls.append(1))
-    parallel = nn.parallel.DistributedDataParallel(flow, broadcast_buffers=not deaf)
-    with warnings.catch_warnings(record=True) as caught:
+    with joined(meet, rank), warnings.catch_warnings(record=True) as caught:
+        parallel = nn.parallel.DistributedDataParallel(flow, broadcast_buffers=not deaf)
         warnings.simplefilter("always")
         steps = [gradients(parallel, parts[rank]) for _ in range(2)]
     messages = [str(warning.message) for warning in caught if "recomputed" in str(warning.message)]
     steps = [{name.removeprefix("module."): g for name, g in step.items() if name != "x"} for step in steps]
     torch.save((steps, flow.gauge.switched, messages, len(calls)), out)
-    torch.distributed.destroy_process_group()
 
 
 def two_processes(tmp_path, parts, deaf: bool = False):

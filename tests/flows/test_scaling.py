@@ -17,7 +17,7 @@ from genmodels.flows.composition import Compose
 from genmodels.flows.linear import Flip
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise, channel_moments
 from genmodels.verification.bijections import check_bijection
-from tests.two_processes import fork, forked
+from tests.two_processes import fork, forked, joined
 
 
 def gaussian(*shape, seed=0):
@@ -254,10 +254,9 @@ def test_copies_bring_the_flag(tmp_path):
 
 
 def _share(rank: int, meet: str, out: str, x: torch.Tensor, mask: torch.Tensor) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
-    warnings.simplefilter("error")
-    torch.save(initialized(x, mask).state_dict(), out)
-    torch.distributed.destroy_process_group()
+    with joined(meet, rank):
+        warnings.simplefilter("error")
+        torch.save(initialized(x, mask).state_dict(), out)
 
 
 def two_processes_agree(tmp_path, x, mask, shares):

@@ -30,7 +30,7 @@ from genmodels.training.processes import (
     stoppable,
 )
 from genmodels.training.trainer import TrainerOptions
-from tests.two_processes import fork, forked
+from tests.two_processes import fork, forked, together
 
 ROOT = Path(__file__).parents[2]
 
@@ -295,7 +295,7 @@ def _agree(rank: int, port: str, out: Path) -> None:
     stops = Stops()
     seen = [stops(signal.SIGTERM if rank == 1 and step == 2 else None) for step in range(5)]
     torch.save([said, seen], out)
-    torch.distributed.barrier()
+    together(out.with_name("agreed"), rank)
 
     def refuse() -> str:
         raise InputError("no")
@@ -304,11 +304,11 @@ def _agree(rank: int, port: str, out: Path) -> None:
         agreed(refuse)
     except InputError:
         assert rank == 0
-        torch.distributed.barrier()
+        together(out.with_name("refused"), rank)
         os._exit(3)
     except SystemExit as end:
         assert rank == 1
-        torch.distributed.barrier()
+        together(out.with_name("refused"), rank)
         os._exit(end.code)
 
 
