@@ -195,13 +195,13 @@ class Model:
         return Samples.of(drawn, self.spec)
 
     def _say(self, takes: int, options: dict[str, Any]) -> Speech:
-        from genmodels.cli.say import Speech, manner_of, synthesise
+        from genmodels.cli.say import Speech, synthesis_options, synthesise
 
-        manner = manner_of(self.network, options)
-        texts = self.spec.text["examples"][:takes] if manner.text is None else manner.text
+        how = synthesis_options(self.network, options)
+        texts = self.spec.text["examples"][:takes] if how.text is None else how.text
         texts = [texts] if isinstance(texts, str) else list(texts)
-        found = synthesise(self.network, texts, manner, takes=1 if manner.text is None else takes, start=manner.start)
-        return Speech(found, self.spec, manner, origin(located(self.ckpt), self.header))
+        found = synthesise(self.network, texts, how, takes=1 if how.text is None else takes, start=how.start)
+        return Speech(found, self.spec, how, origin(located(self.ckpt), self.header))
 
     def log_likelihood(
         self, x: Any, cond: Any = None, *, ema: bool | float = True, seed: int = 0,

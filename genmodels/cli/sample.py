@@ -106,7 +106,7 @@ def run(
         raise InputError(f"{ckpt_path} holds {an(header['family'])}, which has no samples: genmodels transcribe "
                          f"ckpt={ckpt} files")
     made = origin(ckpt_path, header)
-    manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
+    synthesis = {"durations": durations, "pause": pause, "vocoder": vocoder}
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     if group.rank and (model.spec.text is not None or interpolate is not None):
         group.serve()  # what one process does soon
@@ -117,16 +117,16 @@ def run(
         if path is not None or interpolate is not None:
             raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: "
                              f"{ckpt_path} holds {an(header['family'])}")
-        manner = {key: value for key, value in manner.items() if value is not None}
+        synthesis = {key: value for key, value in synthesis.items() if value is not None}
         materials, lines = material(model, header, named, ckpt_path, trust or [])
-        if materials and (text_file is not None or stream or {"text", "durations", "seconds"} & {*options, *manner}):
+        if materials and (text_file is not None or stream or {"text", "durations", "seconds"} & {*options, *synthesis}):
             raise InputError("inpaint and edit keep text and durations of their item: leave out text, text_file, "
                              "durations, seconds and stream")
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
-        manner |= {"weights": weights_of(ema)} | materials
-        print(*lines, *say(model, made, place, options | manner, **output), sep="\n")
+        synthesis |= {"weights": weights_of(ema)} | materials
+        print(*lines, *say(model, made, place, options | synthesis, **output), sep="\n")
         return
-    only = {"text_file": text_file, "stream": stream or None} | manner
+    only = {"text_file": text_file, "stream": stream or None} | synthesis
     only |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
     unused = [key for key, value in only.items() if value is not None]
     if unused:

@@ -42,7 +42,7 @@ def say(
         model: a text-to-speech model.
         origin: the checkpoint, as files of samples name it.
         place: its path, next to which files are written by default.
-        options: those of `Manner`, with a file's name for durations.
+        options: those of `SynthesisOptions`, with a file's name for durations.
         text_file: a file of texts, in place of those of the options.
         takes: of each text, one by default; of the examples, how many of them.
         out: the file or folder.
@@ -53,7 +53,7 @@ def say(
     """
     if isinstance(options.get("durations"), str):
         options = options | {"durations": read_durations(Path(options["durations"]))}
-    how = manner_of(model, options)
+    how = synthesis_options(model, options)
     if how.text is not None and text_file is not None:
         raise InputError("text and text_file: give only one of the two")
     texts = how.text
@@ -68,12 +68,12 @@ def say(
     texts = [texts] if isinstance(texts, str) else list(texts)
     out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
-    if silent and how.vocoder != Manner().vocoder:
+    if silent and how.vocoder != SynthesisOptions().vocoder:
         raise InputError(f"out={out} keeps mels, which no vocoder has a part in: leave out vocoder, or write .wav")
     # The name has all options, so that no other samples are overwritten.
     given = {key: value for key, value in how.given().items() if key not in ("text", "seed", "known", "keep")}
     given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
-              if value != getattr(Manner(), key)}
+              if value != getattr(SynthesisOptions(), key)}
     stem = "_".join([place.stem, *(file_word(f"{key}-{value}") for key, value in given.items())])
     # Both before the synthesis, so that their errors do not come after minutes of it.
     places = targets(out, place.parent / "samples", stem, texts * (takes or 1), how.seed)
@@ -92,13 +92,13 @@ def say(
                             for line in write_utterance(one, model.spec, target, how, origin, vocoder)]
 
 
-def manner_of(model, options: dict) -> Manner:
+def synthesis_options(model, options: dict) -> SynthesisOptions:
     """Options of synthesis, checked against those that a model has.
 
     Raises:
         InputError: for one that it does not have.
     """
-    how = Manner(**options)
+    how = SynthesisOptions(**options)
     model.require_options(how.given(), ("pause", "vocoder"))
     return how
 
@@ -109,7 +109,7 @@ _MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature", "rounds",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner(SamplingOptions):
+class SynthesisOptions(SamplingOptions):
     """Options of synthesis: those of sampling, where `cond` is the speaker and `seconds` make a text one sentence.
 
     Arguments:
@@ -159,14 +159,14 @@ class SynthesisedText:
     made: dict = field(default_factory=dict)
 
 
-def in_parts(texts: Sequence[str], manner: Manner, mel: dict) -> list[list[tuple[str, int]]]:
+def in_parts(texts: Sequence[str], how: SynthesisOptions, mel: dict) -> list[list[tuple[str, int]]]:
     """The sentences of each text with the frames of silence before each; with a total time, a text is one sentence.
 
     Raises:
         InputError: for an empty text, invalid marks, or durations of another number of sentences.
     """
-    marked = [phrases(text, manner.pause) for text in texts]
-    if manner.seconds is not None:
+    marked = [phrases(text, how.pause) for text in texts]
+    if how.seconds is not None:
         if any("[pause=" in text for text in texts):
             raise InputError("seconds is the time of one sentence: leave out [pause=], or seconds")
         marked = [[(text, 0.0)] for text in texts]
@@ -174,13 +174,13 @@ def in_parts(texts: Sequence[str], manner: Manner, mel: dict) -> list[list[tuple
     count = sum(map(len, split))
     if not count:
         raise InputError("there is no text to synthesise")
-    if manner.durations is not None and len(manner.durations) != count:
-        raise InputError(f"durations has {len(manner.durations)} sentences, the text has {count}")
+    if how.durations is not None and len(how.durations) != count:
+        raise InputError(f"durations has {len(how.durations)} sentences, the text has {count}")
     return split
 
 
 def synthesise(
-    model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start: int = 0
+    model, texts: Sequence[str], how: SynthesisOptions, *, takes: int = 1, start: int = 0
 ) -> list[SynthesisedText]:
     """Mels of texts, each `takes` times, long ones sentence by sentence; in the order of takes, then of texts.
 
@@ -190,10 +190,10 @@ def synthesise(
     Raises:
         InputError: for texts that cannot be synthesised.
     """
-    reader = TextReader(model.spec, manner.on_unknown)
-    split = in_parts(texts, manner, model.spec.mel)
+    reader = TextReader(model.spec, how.on_unknown)
+    split = in_parts(texts, how, model.spec.mel)
     flat = [sentence for parts in split for sentence, _ in parts]
-    options, found = manner.of_model, []
+    options, found = how.of_model, []
     for take in range(start, start + takes):
         mels = []
         for first in range(0, len(flat), _BATCH):
@@ -242,15 +242,15 @@ def read_durations(path: Path) -> list[list[int]]:
 
 
 def write_utterance(
-    found: SynthesisedText, spec, target: Path, manner: Manner, made: dict, vocoder: Vocoder | None = None
+    found: SynthesisedText, spec, target: Path, how: SynthesisOptions, made: dict, vocoder: Vocoder | None = None
 ) -> list[str]:
     """Write one text as .wav with .png and .json next to it, or as .npz; returns lines for the user.
 
     Arguments:
-        vocoder: the loaded vocoder of `manner`, None to load it; used if the text has no sound yet.
+        vocoder: the loaded vocoder of `how`, None to load it; used if the text has no sound yet.
     """
     config = MelConfig(**spec.mel)
-    about = {"text": found.text, "seed": manner.seed, **found.made, "speed": manner.speed, "vocoder": manner.vocoder,
+    about = {"text": found.text, "seed": how.seed, **found.made, "speed": how.speed, "vocoder": how.vocoder,
              **made}
     if target.suffix.lower() == ".npz":
         arrays = {"mel": found.mel.numpy(), "tokens": np.concatenate([part[1] for part in found.parts]),
@@ -261,12 +261,12 @@ def write_utterance(
     took = ""
     if found.wave is None:
         start = time.monotonic()
-        vocoder = vocoder_of(manner.vocoder, config) if vocoder is None else vocoder
-        found.wave = sound_of(found.mel, vocoder, manner.seed, manner.seconds)
+        vocoder = vocoder_of(how.vocoder, config) if vocoder is None else vocoder
+        found.wave = sound_of(found.mel, vocoder, how.seed, how.seconds)
         if not bool(found.wave.isfinite().all()):
             raise RunError(f"the mel of this text goes up to {float(found.mel.max()):.4g} in log units, louder than "
                            f"any sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
-        took = f" ({VOCODERS[manner.vocoder]} took {time.monotonic() - start:.1f} s)"
+        took = f" ({VOCODERS[how.vocoder]} took {time.monotonic() - start:.1f} s)"
     held = io.BytesIO()
     factor = write_wav(held, found.wave, config.sample_rate)
     write_whole(target, lambda file: file.write(held.getvalue()))
@@ -323,7 +323,7 @@ def _words(text: str) -> str:
 
 
 def stream_texts(
-    model, texts: Sequence[str], manner: Manner, vocoder: Vocoder | None, *, chunk: int = 64, takes: int = 1,
+    model, texts: Sequence[str], how: SynthesisOptions, vocoder: Vocoder | None, *, chunk: int = 64, takes: int = 1,
     start: int = 0, clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SynthesisedText], list[str]]:  # fmt: skip
     """The result of `synthesise` in chunks, with its sound if there is a vocoder; and a line with its latency.
@@ -334,19 +334,19 @@ def stream_texts(
         InputError: for texts or models that cannot be streamed.
     """
     check_streams(model)
-    split = in_parts(texts, manner, model.spec.mel)
-    listed = iter(manner.durations or [None] * sum(map(len, split)))
+    split = in_parts(texts, how, model.spec.mel)
+    listed = iter(how.durations or [None] * sum(map(len, split)))
     durations = [[next(listed) for _ in parts] for parts in split]
     found, lines = [], []
     for take in range(start, start + takes):
         for text, parts, own in zip(texts, split, durations, strict=True):
             one, kept, began = SynthesisedText(text), [], clock()
-            pieces = _timed(_mels(model, one, list(zip(parts, own, strict=True)), manner, take, chunk), kept, clock)
+            pieces = _timed(_mels(model, one, list(zip(parts, own, strict=True)), how, take, chunk), kept, clock)
             if vocoder is None:
                 whole = collect(pieces, clock)
             else:
-                whole = collect(stream_sound(vocoder, pieces, phases(manner.seed)), clock)
-                cut = None if manner.seconds is None else round(manner.seconds * vocoder.config.sample_rate)
+                whole = collect(stream_sound(vocoder, pieces, phases(how.seed)), clock)
+                cut = None if how.seconds is None else round(how.seconds * vocoder.config.sample_rate)
                 one.wave = whole.whole[:cut]
             one.mel = torch.cat([piece for _, piece in kept], 1)
             found.append(one)
@@ -358,15 +358,15 @@ def stream_texts(
 
 
 def _mels(
-    model, found: SynthesisedText, sentences: list[tuple[tuple[str, int], list[int] | None]], manner: Manner, take: int,
-    chunk: int,
+    model, found: SynthesisedText, sentences: list[tuple[tuple[str, int], list[int] | None]], how: SynthesisOptions,
+    take: int, chunk: int,
 ) -> Iterator[Tensor]:  # fmt: skip
     """The chunks of a text's mel with the pauses between sentences; its parts are recorded in `found`."""
-    reader = TextReader(model.spec, manner.on_unknown)
+    reader = TextReader(model.spec, how.on_unknown)
     for (sentence, gap), durations in sentences:
         if gap:
             yield torch.full((model.spec.event_shape[0], gap), FLOOR)
-        own = manner.of_model | {"durations": None if durations is None else [durations]}
+        own = how.of_model | {"durations": None if durations is None else [durations]}
         stream = stream_text(model, sentence, start=take, chunk=chunk, **own)
         pieces = []
         for piece in stream.pieces:
@@ -392,8 +392,8 @@ class Speech:
         spec: the data.
     """
 
-    def __init__(self, texts: list[SynthesisedText], spec: DataSpec, manner: Manner, made: dict):
-        self.texts, self.spec, self._manner, self._made = texts, spec, manner, made
+    def __init__(self, texts: list[SynthesisedText], spec: DataSpec, how: SynthesisOptions, made: dict):
+        self.texts, self.spec, self._how, self._made = texts, spec, how, made
 
     def save(self, out: str | Path) -> list[Path]:
         """Write a .wav (with the mel as .png and the durations as .json next to it), a .npz, or a folder of these.
@@ -401,18 +401,18 @@ class Speech:
         Raises:
             InputError: for one file and several texts.
         """
-        places = targets(Path(out), Path(out), "speech", [one.text for one in self.texts], self._manner.seed)
+        places = targets(Path(out), Path(out), "speech", [one.text for one in self.texts], self._how.seed)
         for one, place in zip(self.texts, places, strict=True):
-            write_utterance(one, self.spec, place, self._manner, self._made)
+            write_utterance(one, self.spec, place, self._how, self._made)
         return places
 
     @property
     def waves(self) -> list[Tensor]:
         """The sound of each text, (N,), from -1 to 1 at `spec.mel["sample_rate"]`."""
-        vocoder = vocoder_of(self._manner.vocoder, MelConfig(**self.spec.mel))
+        vocoder = vocoder_of(self._how.vocoder, MelConfig(**self.spec.mel))
         for one in self.texts:
             if one.wave is None:
-                one.wave = sound_of(one.mel, vocoder, self._manner.seed, self._manner.seconds)
+                one.wave = sound_of(one.mel, vocoder, self._how.seed, self._how.seconds)
         return [one.wave for one in self.texts]
 
     def show(self) -> None:

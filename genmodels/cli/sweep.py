@@ -155,7 +155,7 @@ def _alone(command_line: list[str]) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
-class Launches:
+class PointLauncher:
     """A launcher between sweeper and launcher: passes on the points to run, and keeps the results of all.
 
     A finished point is not started, equal points are started once, and a point whose process is killed has failed
@@ -274,7 +274,7 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
     )
     try:
         sweeper = _sweeper(composer, task, config)
-        sweeper.launcher = launches = Launches(sweeper.launcher, composer, task)
+        sweeper.launcher = launches = PointLauncher(sweeper.launcher, composer, task)
         sweeper.sweep(arguments=OmegaConf.to_container(config.hydra.overrides.task))
     except InputError:
         with suppress(OSError):  # a sweep that is refused leaves no empty folder
@@ -296,7 +296,7 @@ def _sweeper(composer: Composer, task: Point, config: DictConfig) -> Sweeper:
     return sweeper
 
 
-def _report(launches: Launches, folder: Path | None, chosen: bool) -> int:
+def _report(launches: PointLauncher, folder: Path | None, chosen: bool) -> int:
     """Print the failures, the table and, where the sweeper has chosen the points, the best of them; the exit code."""
     title, jobs = launches.point.title, launches.jobs
     failed = [job for job in jobs if isinstance(job.return_value, Failure)]

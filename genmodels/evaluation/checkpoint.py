@@ -76,7 +76,7 @@ class Request:
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
         recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
-        beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
+        beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every state.
         nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
         lm: a language model for the search of a recogniser, as in transcribe: a file of texts, or a checkpoint; needs a
             beam.
@@ -288,7 +288,7 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
                          f"{model.num_classes} classes: give labelled data of these classes")
 
 
-class Frame:
+class EvaluationState:
     """A checkpoint under evaluation, and its results so far.
 
     Arguments:
@@ -367,7 +367,7 @@ class Frame:
 
         Arguments:
             join: combines all parts, in the order of their numbers.
-            parts: `parts(frame, key, *arguments)` returns those of one process by number; it is called in all of them.
+            parts: `parts(state, key, *arguments)` returns those of one process by number; it is called in all of them.
         """
         key = self.key(stage, settings)
 

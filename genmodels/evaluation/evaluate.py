@@ -20,7 +20,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.utterances import characters
 from genmodels.evaluation import cost
-from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.checkpoint import EvaluationState, Opened
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.likelihood import LikelihoodStage, bounds_of, lines_of
 from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
@@ -200,33 +200,33 @@ class Evaluation:
     """The stages of one checkpoint's evaluation, each computed once for the same checkpoint and settings.
 
     Arguments:
-        opened, cache, shared, ranks: as of `Frame`.
+        opened, cache, shared, ranks: as of `EvaluationState`.
 
     Attributes:
         pictures: by name, written as files next to the report.
     """
 
     def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None, ranks: Ranks | None = None):
-        self.frame = Frame(opened, cache, {} if shared is None else shared, ranks or Ranks())
+        self.state = EvaluationState(opened, cache, {} if shared is None else shared, ranks or Ranks())
         self.pictures: dict[str, Image.Image] = {}
-        self.likelihood = LikelihoodStage(self.frame)
-        self.fidelity = FidelityStage(self.frame)
-        self.other_data = OtherDataStage(self.frame, self.likelihood)
+        self.likelihood = LikelihoodStage(self.state)
+        self.fidelity = FidelityStage(self.state)
+        self.other_data = OtherDataStage(self.state, self.likelihood)
 
     @property
     def opened(self) -> Opened:
         """The model and its data."""
-        return self.frame.opened
+        return self.state.opened
 
     @property
     def report(self) -> Report:
         """The results of the stages done so far."""
-        return self.frame.report
+        return self.state.report
 
     @property
     def arrays(self) -> dict[str, Tensor]:
         """Values for figures by name."""
-        return self.frame.arrays
+        return self.state.arrays
 
     @contextmanager
     def _timed(self, stage: str):
@@ -243,16 +243,16 @@ class Evaluation:
         stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
                   "fidelity": self.fidelity.run, "cost": self.cost, "checks": self.checks,
                   "sweeps": self.sweeps}
-        if self.frame.request.wants("fidelity"):
+        if self.state.request.wants("fidelity"):
             self.fidelity.check()
-        if self.frame.request.wants("audit"):
+        if self.state.request.wants("audit"):
             require_texts(self.opened)
-        if self.frame.request.wants("ood"):
+        if self.state.request.wants("ood"):
             self.other_data.check()
         self.report.references = self._references()
         try:
             for name, stage in stages.items():
-                if self.frame.request.wants(name):
+                if self.state.request.wants(name):
                     with self._timed(name):
                         stage()
         except (KeyboardInterrupt, Interrupted):
@@ -261,7 +261,7 @@ class Evaluation:
         return self.report
 
     def _references(self) -> list[Reference]:
-        opened, shared, split = self.opened, self.frame.shared, self.frame.request.split
+        opened, shared, split = self.opened, self.state.shared, self.state.request.split
         key = ("references", id(opened.datamodule), opened.model.modelled.encoding, split, opened.items)
         if key not in shared:
             limit = opened.items if opened.limited else None
@@ -271,7 +271,7 @@ class Evaluation:
     def audit(self) -> None:
         """Utterances ordered by likelihood, with a picture of alignments."""
         _, likelihood = self.likelihood.of_first_line()
-        self.report.audit = audit(self.frame, likelihood)
+        self.report.audit = audit(self.state, likelihood)
         picture = picture_of_audit(self.opened, self.report.audit)
         if picture is not None:
             self.pictures["audit"] = picture
@@ -280,8 +280,8 @@ class Evaluation:
         """Samples, or the synthesis of texts, at several numbers of steps or temperatures."""
         if self.opened.spec.text is None:
             return self.fidelity.sweeps()
-        for key in self.frame.request.sweeps:
-            found = spoken_at(self.frame, key)
+        for key in self.state.request.sweeps:
+            found = spoken_at(self.state, key)
             if found is None:
                 self.report.warnings.append(f"no sweep over {key}: {an(self.opened.model.family)} has no such option")
             self.report.spoken_at = [*(self.report.spoken_at or []), *(found or [])]
@@ -290,17 +290,17 @@ class Evaluation:
         """Network evaluations, samples per second, latency and memory on this device."""
         if not self.opened.model.generates:
             return
-        opened, size, small = self.opened, min(self.frame.request.batch_size, 64), self.opened.limited
-        found = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
+        opened, size, small = self.opened, min(self.state.request.batch_size, 64), self.opened.limited
+        found = self.state.once("cost", self.state.sampling_settings(), lambda: cost.measure(
             opened.model,
             lambda n, start: draw(opened.model, opened.sampling(n, start=start), batch_size=size, progress=False),
-            batch_size=16 if small else 64, budget=5.0 if small else 60.0, weights=weights_of(self.frame.request.ema),
+            batch_size=16 if small else 64, budget=5.0 if small else 60.0, weights=weights_of(self.state.request.ema),
         ))
-        self.report.sampling = SamplingCost(**found, seed=self.frame.request.seed)
+        self.report.sampling = SamplingCost(**found, seed=self.state.request.seed)
 
     def checks(self) -> None:
         """The checks of this checkpoint, and the layers of a flow."""
-        model, request, line = self.opened.model, self.frame.request, self.likelihood.lines[0]
+        model, request, line = self.opened.model, self.state.request, self.likelihood.lines[0]
         bound = 3600.0 if request.checks == "full" else 10.0 if self.opened.limited else _CHECKS
 
         def compute() -> dict:
@@ -319,7 +319,7 @@ class Evaluation:
 
         # Some checks need the likelihood of the items, which is there if its stage was done.
         settings = {"options": line.options, "bound": bound, "likelihood": self.likelihood.first is not None}
-        done = self.frame.once("checks", settings, compute)
+        done = self.state.once("checks", settings, compute)
         self.report.checks = [Check(**check) for check in done["checks"]]
         if done["layers"]:
             from genmodels.verification.maps import drift_of  # here, since other families need no flows

@@ -17,7 +17,7 @@ from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.diffusion.ode import OdeDensity
-from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.checkpoint import EvaluationState, Opened
 from genmodels.evaluation.report import (
     BitsLine,
     Bracket,
@@ -111,30 +111,32 @@ def bounds_of(model) -> tuple[str, ...]:
     return get_args(get_type_hints(model.log_likelihood)["bound"])
 
 
-def likelihood_parts(frame: Frame, key: str, line: Line) -> dict[int, dict]:
+def likelihood_parts(state: EvaluationState, key: str, line: Line) -> dict[int, dict]:
     """This process's batches of the items that are evaluated, by number."""
-    opened = frame.opened
-    return batches_of(frame, key, line, opened.datamodule, opened.items, f", {line.label}" if line.label else "")
+    opened = state.opened
+    return batches_of(state, key, line, opened.datamodule, opened.items, f", {line.label}" if line.label else "")
 
 
-def batches_of(frame: Frame, key: str, line: Line, datamodule: DataModule, count: int, label: str) -> dict[int, dict]:
+def batches_of(
+    state: EvaluationState, key: str, line: Line, datamodule: DataModule, count: int, label: str
+) -> dict[int, dict]:
     """The likelihood of this process's batches of the first `count` items of a data set, the same for any processes.
 
     Raises:
         RunError: for an item with invalid values, or when memory runs out.
     """
-    model, request = frame.opened.model, frame.request
+    model, request = state.opened.model, state.request
     batches = torch.arange(count).split(request.batch_size)
 
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
         rows = [batches[number] for number in numbers]
         loader = datamodule.loader(request.split, request.batch_size, torch.cat(rows)) if rows else []
         bar = progress_bar(loader, desc=f"{model.family}{label} on {request.split}", unit="batch",
-                           disable=frame.ranks.rank > 0)
+                           disable=state.ranks.rank > 0)
         for number, batch in zip(numbers, bar, strict=True):
             yield number, packed(_likelihood(model, batch, line, request.batch_size))
 
-    return frame.cache.parts(key, frame.ranks.share(range(len(batches))), compute)
+    return state.cache.parts(key, state.ranks.share(range(len(batches))), compute)
 
 
 def in_one(count: int, parts: list[dict]) -> dict:
@@ -335,14 +337,14 @@ _GRID = 160  # cells along each side of a density map
 class LikelihoodStage:
     """The likelihoods of the evaluated items, one line for each way of the model to compute them."""
 
-    def __init__(self, frame: Frame):
-        self.frame = frame
-        self.lines, self.notes = lines_of(frame.opened)
+    def __init__(self, state: EvaluationState):
+        self.state = state
+        self.lines, self.notes = lines_of(state.opened)
         self.first: Likelihood | None = None
 
     def run(self) -> None:
         """Every line, the extreme items and the noise levels, and the density of data in the plane."""
-        opened, spec, report = self.frame.opened, self.frame.opened.spec, self.frame.report
+        opened, spec, report = self.state.opened, self.state.opened.spec, self.state.report
         report.warnings += self.notes
         x = opened.evaluated().x if spec.entropy is not None else None
         for number, line in enumerate(self.lines):
@@ -351,7 +353,7 @@ class LikelihoodStage:
             entry = row(found, opened.model.modelled, line.label, x)
             entry.values, entry.seconds = f"nats_{number}", time.monotonic() - start
             report.likelihood.append(entry)
-            self.frame.arrays[f"nats_{number}"] = found.nats
+            self.state.arrays[f"nats_{number}"] = found.nats
             report.failed += faults(entry)
             report.warnings += notes_on(entry)
             if number == 0:
@@ -367,31 +369,31 @@ class LikelihoodStage:
         """The first line and its likelihood, computed if its stage was not run."""
         if self.first is None:
             self.first = self._evaluated(self.lines[0])
-            self.frame.arrays["nats_0"] = self.first.nats
+            self.state.arrays["nats_0"] = self.first.nats
         return self.lines[0], self.first
 
     def _evaluated(self, line: Line) -> Likelihood:
         settings = {"method": line.method, **line.options}
-        join = partial(in_one, self.frame.opened.items)
-        return unpacked(self.frame.once_by_all("likelihood", settings, join, likelihood_parts, line))
+        join = partial(in_one, self.state.opened.items)
+        return unpacked(self.state.once_by_all("likelihood", settings, join, likelihood_parts, line))
 
     def _extreme_items(self) -> None:
         """The least and most likely items of the first line that names them."""
-        number, line = next(((k, one) for k, one in enumerate(self.frame.report.likelihood) if one.worst), (None, None))
+        number, line = next(((k, one) for k, one in enumerate(self.state.report.likelihood) if one.worst), (None, None))
         if line is None:
             return
-        self.frame.report.items = ExtremeItems(number, line.worst, line.best)
+        self.state.report.items = ExtremeItems(number, line.worst, line.best)
         for name, entries in (("least", line.worst), ("most", line.best)):
             index = torch.tensor([entry.index for entry in entries], dtype=torch.int64)
-            batch = self.frame.opened.datamodule.items(self.frame.request.split, index)
-            self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
+            batch = self.state.opened.datamodule.items(self.state.request.split, index)
+            self.state.arrays[f"{name}_x"], self.state.arrays[f"{name}_index"] = batch.x, index
 
     def _density(self) -> None:
         """The density in the plane by the first line that has one, the true density, and the data."""
-        opened, arrays = self.frame.opened, self.frame.arrays
-        usable = ((k, one.kind) for k, one in enumerate(self.frame.report.likelihood) if one.kind in ("exact", "ode"))
+        opened, arrays = self.state.opened, self.state.arrays
+        usable = ((k, one.kind) for k, one in enumerate(self.state.report.likelihood) if one.kind in ("exact", "ode"))
         number, kind = next(usable, (None, ""))
-        if number is None or self.frame.request.limit not in (None, "all") or opened.limited:
+        if number is None or self.state.request.limit not in (None, "all") or opened.limited:
             return
         line, points = self.lines[number], opened.evaluated(2000).x
         extent, size = extent_of(points), _GRID if kind == "exact" else _GRID // 2
@@ -401,9 +403,9 @@ class LikelihoodStage:
             return {"log_density": found.float()}
 
         settings = {"method": line.method, **line.options, "extent": extent, "size": size}
-        found = self.frame.once("density", settings, compute)
+        found = self.state.once("density", settings, compute)
         arrays["density"], arrays["density_data"] = found["log_density"], points
         if (truth := truth_of(opened.spec)) is not None:
             arrays["density_true"] = truth.log_prob(midpoints(extent, size).double()).float().view(size, size)
         # A window, so that its mass is not checked here; one of the checks integrates the whole density.
-        self.frame.report.density = DensityMap(extent, kind)
+        self.state.report.density = DensityMap(extent, kind)

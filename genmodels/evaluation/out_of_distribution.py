@@ -24,7 +24,7 @@ from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
-from genmodels.evaluation.checkpoint import Frame, Opened, fits
+from genmodels.evaluation.checkpoint import EvaluationState, Opened, fits
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
 from genmodels.evaluation.report import OtherData, Token, Utterance
 from genmodels.evaluation.speech import suspects, transcription_of
@@ -202,58 +202,58 @@ def sentence(name: str, area: float, error: float, kind: str, split: str = "test
     return f"{name} is found as likely as the {split} items {figure}{constant}"
 
 
-def other_of(frame: Frame, name: str) -> DataModule:
+def other_of(state: EvaluationState, name: str) -> DataModule:
     """Another data set of the request, prepared once for all models of a table.
 
     Raises:
         InputError: for an unknown name, or data that do not fit the model.
     """
-    key = ("ood", name, id(frame.opened.datamodule))
-    if key not in frame.shared:
-        frame.shared[key] = other_data(name, frame.request.ood_data, frame.opened.datamodule, frame.request.trust)
+    key = ("ood", name, id(state.opened.datamodule))
+    if key not in state.shared:
+        state.shared[key] = other_data(name, state.request.ood_data, state.opened.datamodule, state.request.trust)
     try:
-        fits(frame.opened.model, frame.shared[key].spec)
+        fits(state.opened.model, state.shared[key].spec)
     except InputError as error:
         raise InputError(f"ood={name}: {error}") from error
-    return frame.shared[key]
+    return state.shared[key]
 
 
-def other_parts(frame: Frame, key: str, line: Line, name: str, count: int) -> dict[int, dict]:
+def other_parts(state: EvaluationState, key: str, line: Line, name: str, count: int) -> dict[int, dict]:
     """This process's batches of another data set, by number."""
-    return batches_of(frame, key, line, other_of(frame, name), count, f", {name}")
+    return batches_of(state, key, line, other_of(state, name), count, f", {name}")
 
 
 class OtherDataStage:
     """Other data sets by the first likelihood of a model: histograms and AUROC."""
 
-    def __init__(self, frame: Frame, likelihood: LikelihoodStage):
-        self.frame, self.likelihood = frame, likelihood
+    def __init__(self, state: EvaluationState, likelihood: LikelihoodStage):
+        self.state, self.likelihood = state, likelihood
 
     def check(self) -> None:
         """Open them: one that is missing or does not fit is an error before the likelihoods, which may take long."""
-        for name in self.frame.request.ood:
-            other_of(self.frame, name)
+        for name in self.state.request.ood:
+            other_of(self.state, name)
 
     def run(self) -> None:
         """The likelihood of each of them."""
         line, _ = self.likelihood.of_first_line()
-        split, arrays = self.frame.request.split, self.frame.arrays
-        for number, name in enumerate(self.frame.request.ood):
-            other = other_of(self.frame, name)
-            count = min(self.frame.opened.items, len(other.split(split)))
-            settings = {"name": name, "items": self.frame.hash_of(split, count, other), **line.options}
+        split, arrays = self.state.request.split, self.state.arrays
+        for number, name in enumerate(self.state.request.ood):
+            other = other_of(self.state, name)
+            count = min(self.state.opened.items, len(other.split(split)))
+            settings = {"name": name, "items": self.state.hash_of(split, count, other), **line.options}
             join = partial(in_one, count)
-            found = unpacked(self.frame.once_by_all("ood", settings, join, other_parts, line, name, count))
-            self.frame.report.ood.append(self._entry(name, number, found, other))
+            found = unpacked(self.state.once_by_all("ood", settings, join, other_parts, line, name, count))
+            self.state.report.ood.append(self._entry(name, number, found, other))
             order = found.nats.argsort(descending=True)[:8]
             arrays[f"ood_{number}_nats"] = found.nats
             arrays[f"ood_{number}_x"] = other.items(split, order).x
 
     def _entry(self, name: str, number: int, found: Likelihood, other: DataModule) -> OtherData:
-        spec, (line, own) = self.frame.opened.spec, self.likelihood.of_first_line()
+        spec, (line, own) = self.state.opened.spec, self.likelihood.of_first_line()
         inside, outside = own.nats, found.nats
         unit = "unnormalised nats" if found.kind == "unnormalised" else spec.unit if spec.levels else "nats"
-        entry = {"name": name, "overrides": self.frame.request.ood_data, "n": len(found), "kind": found.kind,
+        entry = {"name": name, "overrides": self.state.request.ood_data, "n": len(found), "kind": found.kind,
                  "label": line.label, "values": f"ood_{number}_nats", "inside": "nats_0", "value": unit}
         if not bool(torch.isfinite(inside).all() and torch.isfinite(outside).all()):
             reason = found.made.get("reason", "values that are not finite")
@@ -266,11 +266,11 @@ class OtherDataStage:
             scores["typicality"] = auroc(typicality(inside), typicality(outside, inside))
         if spec.levels and spec.mel is None:
             scores["less_complexity"] = auroc(*(
-                less_complexity(nats, data.items(self.frame.request.split, torch.arange(len(nats))).x, spec.levels)
-                for nats, data in ((inside, self.frame.opened.datamodule), (outside, other))))
+                less_complexity(nats, data.items(self.state.request.split, torch.arange(len(nats))).x, spec.levels)
+                for nats, data in ((inside, self.state.opened.datamodule), (outside, other))))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two test items"]
-        said = "; ".join([sentence(name, area, error, found.kind, self.frame.request.split), *others])
+        said = "; ".join([sentence(name, area, error, found.kind, self.state.request.split), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 
 
@@ -279,28 +279,28 @@ _TOGETHER = 8  # utterances in a batch
 _AGAINST = 8  # texts of other utterances that each text is compared with
 
 
-def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
+def audit(state: EvaluationState, likelihood: Likelihood) -> list[Utterance]:
     """The evaluated utterances, ordered by log-likelihood per dimension, the lowest first.
 
     Arguments:
         likelihood: of these utterances, in index order.
 
     `z` compares an utterance with those of its length (`against_length`); `evidence`, of models with alignments, its
-    text with those of other utterances, in nats per frame. A recogniser ranks by log-likelihood per character, and
+    text with those of other utterances, in nats per state. A recogniser ranks by log-likelihood per character, and
     adds its transcripts.
 
     Raises:
         InputError: for data without texts.
     """
-    opened = frame.opened
+    opened = state.opened
     require_texts(opened)
     nll = -likelihood.nats.double() / likelihood.dims.double()
-    heard = None if opened.model.generates else transcription_of(frame).heard
+    heard = None if opened.model.generates else transcription_of(state).heard
     frames = likelihood.dims.double() / (opened.spec.event_shape[0] if heard is None else 1)
     scores = against_length(nll, frames)
     durations = None
     if heard is None:
-        durations = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
+        durations = state.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
     rows = []
     for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):

@@ -15,7 +15,7 @@ from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples
 from genmodels.data.utterances import joined
 from genmodels.evaluation import cost
-from genmodels.evaluation.checkpoint import Frame
+from genmodels.evaluation.checkpoint import EvaluationState
 from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, dims_of, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
     Nearest,
@@ -192,7 +192,7 @@ def share_outside(outside: Tensor | None) -> dict | None:
     return {"share": float(values.mean()), "error": float(values.std()) / math.sqrt(n), "n": n}
 
 
-def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -> dict[int, dict]:
+def sample_parts(state: EvaluationState, key: str, n: int, options: dict, measured: str) -> dict[int, dict]:
     """This process's parts of the first n samples by number; only what is shown or measured of them is kept.
 
     Arguments:
@@ -202,16 +202,16 @@ def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -
     Returns for each part: the samples to show, index, cond and share outside the range; the measurements; how the
     first batch was made, the network evaluations and the seconds.
     """
-    opened, size = frame.opened, min(frame.request.batch_size, 64)
+    opened, size = state.opened, min(state.request.batch_size, 64)
     model, asked = opened.model, opened.sampling(n, **options)
     parts = parts_of(asked, size)
     shown = n if opened.spec.event_shape == (2,) else _SHOWN
-    network, items = feature_network(frame) if measured else (None, None)
+    network, items = feature_network(state) if measured else (None, None)
 
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
-        core = model.weights(weights_of(frame.request.ema))
+        core = model.weights(weights_of(state.request.ema))
         counter = cost.EvaluationCounter(cost.network_of(core) or torch.nn.Identity())
-        drawn = draw_parts(model, asked, [parts[k] for k in numbers], batch_size=size, progress=frame.ranks.rank == 0)
+        drawn = draw_parts(model, asked, [parts[k] for k in numbers], batch_size=size, progress=state.ranks.rank == 0)
         for number in numbers:
             start, counter.rows = time.monotonic(), 0
             with counter:
@@ -221,33 +221,35 @@ def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -
                      "index": samples.index, "outside": samples.outside, "made": samples.made, "rows": counter.rows,
                      "seconds": time.monotonic() - start}
             if measured:
-                found |= measure_samples(frame, network, items, samples, measured == "copies")
+                found |= measure_samples(state, network, items, samples, measured == "copies")
             if measured == "copies":
                 found["closest"] += parts[number].start
             yield number, found
 
-    return frame.cache.parts(key, frame.ranks.share(range(len(parts))), compute)
+    return state.cache.parts(key, state.ranks.share(range(len(parts))), compute)
 
 
-def measure_samples(frame: Frame, network: FeatureNetwork, items: Items, samples: Samples, copied: bool) -> dict:
+def measure_samples(
+    state: EvaluationState, network: FeatureNetwork, items: Items, samples: Samples, copied: bool
+) -> dict:
     """Features of a few samples; with `copied` also their nearest training items and their classes."""
     if samples.x.shape[1:] != items.train.shape[1:]:
         raise InputError(f"samples of shape {tuple(samples.x.shape[1:])} cannot be compared with items of shape "
                          f"{tuple(items.train.shape[1:])}")
     found = {"features": network(samples.x)}
     if copied:
-        found |= near_training(items, samples.x, found["features"], training_features(frame, network, items))
+        found |= near_training(items, samples.x, found["features"], training_features(state, network, items))
         if samples.cond is not None and network.classify is not None:
             found["classes"] = network.classes(samples.x)
     return found
 
 
-def training_features(frame: Frame, network: FeatureNetwork, items: Items) -> Tensor:
+def training_features(state: EvaluationState, network: FeatureNetwork, items: Items) -> Tensor:
     """The features of the training items, (N, D), computed once for a table."""
     key = ("features of training items", network.sha256)
-    if key not in frame.shared:
-        frame.shared[key] = network(items.train)
-    return frame.shared[key]
+    if key not in state.shared:
+        state.shared[key] = network(items.train)
+    return state.shared[key]
 
 
 def all_samples(parts: list[dict]) -> dict:
@@ -258,30 +260,30 @@ def all_samples(parts: list[dict]) -> dict:
     return {**whole, **sums, "made": first["made"]}
 
 
-def feature_network(frame: Frame) -> tuple[FeatureNetwork, Items]:
+def feature_network(state: EvaluationState) -> tuple[FeatureNetwork, Items]:
     """The feature network for the data of a model, and the items that it is made from; made once for a table."""
-    opened, shared = frame.opened, frame.shared
+    opened, shared = state.opened, state.shared
     key = ("network", id(opened.datamodule))
     if key not in shared:
         train, test = opened.whole("train"), opened.whole("test")
         items = Items(
-            opened.datamodule.spec, train.x, test.x, train.cond, test.cond, frame.hash_of("train"), frame.cache)
-        shared[key] = network_for(items, frame.request.features), items
+            opened.datamodule.spec, train.x, test.x, train.cond, test.cond, state.hash_of("train"), state.cache)
+        shared[key] = network_for(items, state.request.features), items
     return shared[key]
 
 
 class FidelityStage:
     """Quality of the samples of a model, all drawn from one seed."""
 
-    def __init__(self, frame: Frame):
-        self.frame = frame
+    def __init__(self, state: EvaluationState):
+        self.state = state
 
     def check(self) -> None:
         """Raise an InputError for a number of samples that cannot be compared, before anything is computed."""
         self._count()
 
     def _count(self) -> tuple[int, str | None]:
-        opened, request = self.frame.opened, self.frame.request
+        opened, request = self.state.opened, self.state.request
         if opened.spec.text is not None:
             return 0, None
         if opened.spec.encoding is not None:
@@ -293,8 +295,8 @@ class FidelityStage:
 
     def _matched(self, items: int) -> int:
         """Half of the held-out items, so that the scale compares equally many, unless that drops a third of `items`."""
-        names = {"val", "test", self.frame.request.split}
-        half = sum(len(self.frame.opened.datamodule.split(name)) for name in names) // 2
+        names = {"val", "test", self.state.request.split}
+        half = sum(len(self.state.opened.datamodule.split(name)) for name in names) // 2
         return half if 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
@@ -302,27 +304,27 @@ class FidelityStage:
 
         For speech the synthesis of texts instead, and for a recogniser its transcripts.
         """
-        if not self.frame.opened.model.generates:
-            self.frame.report.transcription = transcription_of(self.frame)
+        if not self.state.opened.model.generates:
+            self.state.report.transcription = transcription_of(self.state)
             return
-        if self.frame.opened.spec.text is not None:
-            self.frame.report.speech = speech_of(self.frame)
+        if self.state.opened.spec.text is not None:
+            self.state.report.speech = speech_of(self.state)
             return
         n, reason = self._count()
         if reason is not None:
-            self.frame.report.fidelity = Skipped(reason)
+            self.state.report.fidelity = Skipped(reason)
             self._show(self._drawn(min(_SHOWN, n)))
             return
-        network, items = feature_network(self.frame)
+        network, items = feature_network(self.state)
         drawn = self._drawn(n, "copies")
         self._show(drawn if n >= _SHOWN else self._drawn(_SHOWN))  # further ones are shown, and compared with nothing
         real, other = self._real(n)
         scale = self._scale(network, items, real, other)
 
         def compute() -> dict:
-            features, spec = network(real), self.frame.opened.spec
+            features, spec = network(real), self.state.opened.spec
             found = vars(measures_of(network, features, drawn["features"][:n]))
-            trained = training_features(self.frame, network, items)
+            trained = training_features(self.state, network, items)
             memory, pairs, arrays = copies(items, real, features, trained, drawn, n)
             if "classes" in drawn:  # with the accuracy of the classifier on real test items
                 found["class_accuracy"] = class_accuracy(
@@ -330,22 +332,22 @@ class FidelityStage:
                 found["class_accuracy"] |= {"real": network.accuracy, "real_interval": network.interval}
             return {"found": found, "memorisation": memory, "pairs": pairs, "arrays": arrays}
 
-        settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
-        done = self.frame.once("fidelity", settings, compute)
-        self.frame.report.fidelity = Fidelity(
+        settings = {**self.state.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
+        done = self.state.once("fidelity", settings, compute)
+        self.state.report.fidelity = Fidelity(
             network=network.described(), **done["found"], memorisation=done["memorisation"],
             likelihood_accuracy=self._asked_classes(),
         )
-        self.frame.report.neighbours, self.frame.report.scale = Neighbours(**done["pairs"]), scale
-        self.frame.arrays |= done["arrays"]
+        self.state.report.neighbours, self.state.report.scale = Neighbours(**done["pairs"]), scale
+        self.state.arrays |= done["arrays"]
         if "only" in network.note:
-            self.frame.report.warnings.append(f"feature network {network.name}: {network.note}")
+            self.state.report.warnings.append(f"feature network {network.name}: {network.note}")
         if done["memorisation"]["flagged"]:
-            self.frame.report.warnings.append(f"samples may be copies: {done['memorisation']['said']}")
+            self.state.report.warnings.append(f"samples may be copies: {done['memorisation']['said']}")
 
     def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> Scale:
         """`scale_of`, computed once for the models of a table and cached."""
-        shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report.data.item_hash
+        shared, cache, data = self.state.shared, self.state.cache, self.state.report.data.item_hash
         parts = {"network": network.sha256, "n": len(real), "data": data, "train": items.train_hash,
                  "other": len(other)}
         name = ("scale", *parts.values())
@@ -357,7 +359,7 @@ class FidelityStage:
 
     def _real(self, n: int) -> tuple[Tensor, Tensor]:
         """The n held-out items that everything is compared with, and others, from the same split first."""
-        opened, split = self.frame.opened, self.frame.request.split
+        opened, split = self.state.opened, self.state.request.split
         whole = opened.whole(split).x
         rows = chosen(opened.items, n, "real")
         left = torch.ones(len(whole), dtype=torch.bool)
@@ -369,33 +371,33 @@ class FidelityStage:
 
     def _drawn(self, n: int, measured: str = "", **options) -> dict:
         """The samples that are evaluated and shown: the same seed and numbers for every model."""
-        settings = {**self.frame.sampling_settings(), **options, "n": n, "measured": measured}
+        settings = {**self.state.sampling_settings(), **options, "n": n, "measured": measured}
         if measured:
-            network, items = feature_network(self.frame)
+            network, items = feature_network(self.state)
             settings |= {"network": network.sha256, "train": items.train_hash}
-        return self.frame.once_by_all("samples", settings, all_samples, sample_parts, n, options, measured)
+        return self.state.once_by_all("samples", settings, all_samples, sample_parts, n, options, measured)
 
     def _show(self, samples: dict) -> None:
-        spec = self.frame.opened.spec
+        spec = self.state.opened.spec
         shown = None if spec.event_shape == (2,) else _SHOWN
         kept = {f"samples_{key}": samples[key][:shown] for key in ("x", "cond", "index") if samples[key] is not None}
-        self.frame.arrays |= kept | ({} if spec.mel is None else sounds_by_class(samples["x"], samples["cond"], spec))
-        self.frame.report.samples = SampleFacts(
+        self.state.arrays |= kept | ({} if spec.mel is None else sounds_by_class(samples["x"], samples["cond"], spec))
+        self.state.report.samples = SampleFacts(
             x="samples_x", cond=None if samples["cond"] is None else "samples_cond", index="samples_index",
             made=samples["made"], outside=share_outside(samples["outside"]),
         )
 
     def _asked_classes(self) -> dict | None:
         """The accuracy of p(y|x) of a class-conditional flow."""
-        model, spec = self.frame.opened.model, self.frame.opened.spec
+        model, spec = self.state.opened.model, self.state.opened.spec
         if not is_flow(model) or model.num_classes is None:
             return None
-        batch = self.frame.opened.evaluated(_LABELLED)
+        batch = self.state.opened.evaluated(_LABELLED)
         if batch.cond is None:
             return None
 
         def compute() -> dict:
-            options = {"weights": weights_of(self.frame.request.ema), "seed": self.frame.request.seed}
+            options = {"weights": weights_of(self.state.request.ema), "seed": self.state.request.seed}
             here = batch.to(model.device)  # each class with the same noise
 
             def log_prob(labels: Tensor) -> Tensor:
@@ -404,28 +406,28 @@ class FidelityStage:
             found = class_posterior(log_prob, len(here), model.num_classes, None, model.device).argmax(1).cpu()
             return class_accuracy(found, batch.cond, model.num_classes, spec.class_names)
 
-        done = self.frame.once("classes", {"items": len(batch)}, compute)
+        done = self.state.once("classes", {"items": len(batch)}, compute)
         return {key: done[key] for key in ("accuracy", "interval", "n")}
 
     def sweeps(self) -> None:
         """Fidelity and cost at several numbers of steps, and at several temperatures."""
-        opened, request = self.frame.opened, self.frame.request
+        opened, request = self.state.opened, self.state.request
         for key in request.sweeps:
             dims = dims_of(opened.spec, request.features)
             if opened.spec.encoding is not None:
-                self.frame.report.warnings.append(f"no sweep over {key}: {self._count()[1]}")
+                self.state.report.warnings.append(f"no sweep over {key}: {self._count()[1]}")
                 continue
             n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items)), dims, request.force)
             if reason is not None:
-                self.frame.report.warnings.append(f"no sweep over {key}: {reason}")
+                self.state.report.warnings.append(f"no sweep over {key}: {reason}")
                 continue
-            self._sweep(key, feature_network(self.frame)[0], self._real(n)[0])
+            self._sweep(key, feature_network(self.state)[0], self._real(n)[0])
 
     def _sweep(self, key: str, network: FeatureNetwork, real: Tensor) -> None:
-        model = self.frame.opened.model
+        model = self.state.opened.model
         refused = key == "temperature" and "inverse_temperature" in model.own_options()
         if refused or not model.takes(key):
-            self.frame.report.warnings.append(f"no sweep over {key}: {an(model.family)} has no such option")
+            self.state.report.warnings.append(f"no sweep over {key}: {an(model.family)} has no such option")
             return
         values = _TEMPERATURES
         if key == "steps":
@@ -438,9 +440,9 @@ class FidelityStage:
             for name, measured in vars(measures_of(network, features, drawn["features"])).items():
                 if name != "n":
                     getattr(found, name).append(measured)
-            first = min(self.frame.request.batch_size, 64, len(real))  # the batch that `made` describes
+            first = min(self.state.request.batch_size, 64, len(real))  # the batch that `made` describes
             evaluations = cost.evaluations_per_sample(model, drawn["made"], drawn["rows"] * first / len(real), first)
             found.evaluations.append(evaluations)
             found.samples_per_second.append(len(real) / drawn["seconds"])
             found.sampler = drawn["made"].get("sampler")
-        self.frame.report.sweeps.append(found)
+        self.state.report.sweeps.append(found)

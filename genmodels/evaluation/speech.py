@@ -18,7 +18,7 @@ from torch import Tensor
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, progress_bar, refusals
 from genmodels.core.files import located
-from genmodels.evaluation.checkpoint import Frame, Opened, Request
+from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, Utterance
 from genmodels.evaluation.samples import playable
 from genmodels.models.checkpoint import weights_of
@@ -61,9 +61,9 @@ _TEMPERATURES, _STEPS = (0.0, 0.333, 0.667, 1.0), (2, 4, 10, 20)  # of sweeps
 _PLAYED = 3  # texts whose sound is in the page
 
 
-def speech_of(frame: Frame) -> SpeechFigures:
+def speech_of(state: EvaluationState) -> SpeechFigures:
     """The metrics of a text-to-speech model: distortion, durations, failures, time, and recognition."""
-    opened, request = frame.opened, frame.request
+    opened, request = state.opened, state.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
     recogniser, reason = _recogniser(request, opened.spec.text)
     audible = find_spec("librosa") is not None
@@ -92,8 +92,8 @@ def speech_of(frame: Frame) -> SpeechFigures:
                 "all_heard": request.samples != "auto", "pitch": audible}
     settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
-    done = frame.once("speech", settings, compute)
-    frame.arrays |= done["arrays"]
+    done = state.once("speech", settings, compute)
+    state.arrays |= done["arrays"]
     found = done["figures"]
     shape, heard = found["alignment"], found["recognition"]
     return SpeechFigures(**found | {
@@ -104,9 +104,9 @@ def speech_of(frame: Frame) -> SpeechFigures:
     })
 
 
-def transcription_of(frame: Frame) -> Transcription:
+def transcription_of(state: EvaluationState) -> Transcription:
     """The transcripts of the evaluated items by a recogniser, compared with their texts."""
-    opened, request, model = frame.opened, frame.request, frame.opened.model
+    opened, request, model = state.opened, state.request, state.opened.model
     asked = {key: getattr(request, key) for key in SEARCH}
     how = search_of(model, **asked, trust=request.trust)
     search = "greedy" if request.beam == 1 else f"beam {request.beam}"
@@ -135,7 +135,7 @@ def transcription_of(frame: Frame) -> Transcription:
 
     settings = {"search": search, "nbest": request.nbest, "lm_order": request.lm_order}
     settings |= {} if request.lm is None else {"lm": hashlib.sha256(located(request.lm).read_bytes()).hexdigest()}
-    found = frame.once("transcription", settings, compute)
+    found = state.once("transcription", settings, compute)
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 
@@ -272,9 +272,9 @@ def _first_audio(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[fl
     return median(waited), pieces is not None
 
 
-def spoken_at(frame: Frame, key: str) -> list[SpokenAt] | None:
+def spoken_at(state: EvaluationState, key: str) -> list[SpokenAt] | None:
     """Distortion, length and pitch of the synthesis at several values of `key`; None for an option it does not have."""
-    opened, values = frame.opened, {"temperature": _TEMPERATURES, "steps": _STEPS}[key]
+    opened, values = state.opened, {"temperature": _TEMPERATURES, "steps": _STEPS}[key]
     if not opened.model.generates or not opened.model.takes(key):
         return None
     audible = find_spec("librosa") is not None
@@ -296,8 +296,8 @@ def spoken_at(frame: Frame, key: str) -> list[SpokenAt] | None:
                 sum(o.length_ratio for o in outcomes) / len(outcomes), pitch)))
         return {"found": found}
 
-    done = frame.once("spoken_at", {"key": key, "values": list(values), "pitch": audible,
-                                    **frame.sampling_settings()}, compute)
+    done = state.once("spoken_at", {"key": key, "values": list(values), "pitch": audible,
+                                    **state.sampling_settings()}, compute)
     return [SpokenAt(**one | {"pitch": one["pitch"] and Pitch(**one["pitch"])}) for one in done["found"]]
 
 

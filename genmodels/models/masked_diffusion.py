@@ -29,8 +29,7 @@ from genmodels.diffusion.weighting import AntitheticTimes
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import NETWORKS, TARGET, construct, make_network
 from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, MLPDenoiser, UNet
-from genmodels.speech.text_encoder import TokenTransformer
+from genmodels.nn import CausalTransformer, DiT, MLPDenoiser, UNet
 
 
 class MaskedDiffusionModel(GenerativeModel):
@@ -222,7 +221,7 @@ class LanguageModel(GenerativeModel):
         self,
         spec: DataSpec,
         *,
-        net: TokenTransformer | dict | None = None,
+        net: CausalTransformer | dict | None = None,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
@@ -230,10 +229,10 @@ class LanguageModel(GenerativeModel):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         if spec.encoding is None:
             raise InputError(f"model={self.family} is for data=text, not for {spec.name}: use model=masked_diffusion")
-        self.core = net if isinstance(net, nn.Module) else construct(TokenTransformer, spec.levels, **(net or {}))
+        self.core = net if isinstance(net, nn.Module) else construct(CausalTransformer, spec.levels, **(net or {}))
         self.finish_setup(optimizer, ema_decay)
 
-    def _nats(self, core: TokenTransformer, batch: Batch) -> Tensor:
+    def _nats(self, core: CausalTransformer, batch: Batch) -> Tensor:
         tokens = batch.x.flatten(1).long()
         return core(tokens).gather(2, tokens[..., None])[..., 0].sum(1)
 

@@ -1,19 +1,18 @@
-"""Text encoder and duration predictor of the text-to-mel models; a causal transformer of tokens."""
+"""Text encoder and duration predictor of the text-to-mel models."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, relu
+from torch.nn.functional import relu
 
 from genmodels.core.errors import at_least
 from genmodels.core.processes import summed
 from genmodels.core.random import Dropout
-from genmodels.core.tensors import hide, wide
-from genmodels.nn.attention import Cache
+from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.blocks import ChannelNorm, zeroed
-from genmodels.nn.transformer import Transformer, TransformerLayer
+from genmodels.nn.transformer import Transformer
 
 _KEPT = 0.99  # decay of the duration statistics per batch
 
@@ -181,61 +180,3 @@ def duration_loss(log_durations: Tensor, durations: Tensor, mask: Tensor | None 
     if mask is None:
         return squares.mean(1)
     return hide(squares[:, None], mask)[:, 0].sum(1) / mask[:, 0].sum(1)
-
-
-class TokenTransformer(nn.Module):
-    """The probabilities of every token given those before it: a causal transformer.
-
-        log p(x_i | x_1, ..., x_{i-1}) = log_softmax(W h_{i-1})_{x_i},    h_0, h_1, ... = transformer(start, x_1, ...)
-
-    Arguments:
-        levels: V, the number of tokens; token V is the start.
-        channels, heads, hidden, dropout: of the layers.
-        depth: number of layers.
-        attention: one with a causal form: `rope`, `xl`, `shaw`, `music`, `t5`, `alibi` or `plain`.
-
-    Shapes: `tokens (B, L)` int64; the result is `(B, L, V)`.
-    Errors: those of `TransformerLayer`.
-    Source: Vaswani et al. 2017, section 3; rotary positions: Su et al. 2021.
-
-    Example:
-        >>> network = TokenTransformer(5, channels=8, depth=1, heads=2, hidden=16)
-        >>> network(torch.zeros(2, 3).long()).exp().sum(-1).shape
-        torch.Size([2, 3])
-    """
-
-    def __init__(
-        self, levels: int, *, channels: int = 192, depth: int = 4, heads: int = 4, hidden: int = 768,
-        dropout: float = 0.1, attention: AttentionKind = "rope",
-    ):  # fmt: skip
-        super().__init__()
-        at_least(1, levels=levels, channels=channels, depth=depth)
-        self.levels = levels
-        self.embedding = nn.Embedding(levels + 1, channels)
-        self.layers = nn.ModuleList(
-            TransformerLayer(channels, heads, hidden=hidden, kernel_size=1, dropout=dropout, attention=attention,
-                             causal=True) for _ in range(depth))
-        self.norm, self.head = ChannelNorm(channels), nn.Linear(channels, levels)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embedding(pad(tokens[:, :-1], (1, 0), value=self.levels)).mT
-        for layer in self.layers:
-            h = layer(h)
-        return self._log_probs(h)
-
-    def extend(self, tokens: Tensor, state: tuple[Cache, ...] | None = None) -> tuple[Tensor, tuple[Cache, ...]]:
-        """log p `(B, n, V)` of the token after each of n new ones, and the state for those that follow.
-
-        Arguments:
-            tokens: the next tokens `(B, n)`, at the beginning after the start.
-            state: the state after the previous call, None at the beginning.
-        """
-        first = pad(tokens, (1, 0), value=self.levels) if state is None else tokens
-        h, after = self.embedding(first).mT, []
-        for number, layer in enumerate(self.layers):
-            h, cache = layer.extend(h, None if state is None else state[number])
-            after.append(cache)
-        return self._log_probs(h), tuple(after)
-
-    def _log_probs(self, h: Tensor) -> Tensor:
-        return wide(self.head(self.norm(h).mT)).log_softmax(-1)

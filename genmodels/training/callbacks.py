@@ -21,7 +21,7 @@ from genmodels.data.text import written
 from genmodels.models.checkpoint import join_parts
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
-from genmodels.training.processes import Stops, is_first, requeue
+from genmodels.training.processes import SharedSignal, is_first, requeue
 from genmodels.training.run import figures_of
 
 _SOUNDS, _SECONDS = 2, 5.0  # number and longest duration of sounds: Griffin-Lim takes a third of that time
@@ -85,7 +85,7 @@ class Checkpointing(Callback):
         self.saved_step: int | None = None
         self._due = False
         self._stop: int | None = None
-        self._stops: Stops | None = None
+        self._stops: SharedSignal | None = None
         self._handlers: dict = {}
 
     def state_dict(self) -> dict:
@@ -112,7 +112,7 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
         self.saved_step, self._seen = trainer.global_step, pl_module.batches_seen
         self._model = pl_module
-        self._stops = Stops() if rank_world()[1] > 1 else None
+        self._stops = SharedSignal() if rank_world()[1] > 1 else None
         numbers = [signal.SIGINT, signal.SIGTERM, *([_REQUEUE] if _REQUEUE and "SLURM_JOB_ID" in os.environ else [])]
         self._handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
@@ -257,7 +257,7 @@ class SampleGrid(Callback):
 
 
 class FiniteMetrics(Callback):
-    """Stops a run with a non-finite validation metric, before any file is overwritten."""
+    """SharedSignal a run with a non-finite validation metric, before any file is overwritten."""
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Check the metrics just computed."""

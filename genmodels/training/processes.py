@@ -280,7 +280,7 @@ def _by_store(choose: Callable[[], str]) -> str:
     return choice
 
 
-class Stops:
+class SharedSignal:
     """Shares a signal that has reached any process of a run: all know it at the same step, one step later.
 
     Called before every batch by every process. It returns the result of the previous call's vote, which was reduced in

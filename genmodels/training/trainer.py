@@ -137,7 +137,7 @@ class TrainerOptions:
             return self.strategy
         if not isinstance(self.devices, int) or self.devices < 1:
             raise InputError(f"trainer.strategy=fsdp needs the number of devices, got trainer.devices={self.devices}")
-        return Spread(data_parallel_size=self.devices * self.num_nodes, tensor_parallel_size=1,
+        return ShardedStrategy(data_parallel_size=self.devices * self.num_nodes, tensor_parallel_size=1,
                       save_distributed_checkpoint=False)
 
     def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
@@ -173,7 +173,7 @@ class TrainerOptions:
             raise InputError(f"trainer: {first_line(error)}") from error
 
 
-class Spread(ModelParallelStrategy):
+class ShardedStrategy(ModelParallelStrategy):
     """Weights, averages and the optimiser's state sharded over the processes (FSDP2) by the model's hook.
 
     Each process writes its share of a checkpoint; at the end of training the shares become one plain file.

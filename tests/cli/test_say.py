@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.io import wavfile
 
 from genmodels.cli.sample import run
-from genmodels.cli.say import Manner, read_durations, say, stream_texts, synthesise, targets, write_utterance
+from genmodels.cli.say import SynthesisOptions, read_durations, say, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.data.speech import Speech
@@ -158,7 +158,7 @@ def model():
 
 
 def test_sentences_are_spoken_one_by_one_with_pauses(model):
-    results = synthesise(model, ["One cab. Two cabs!", "One cab."], Manner(pause=0.5))
+    results = synthesise(model, ["One cab. Two cabs!", "One cab."], SynthesisOptions(pause=0.5))
     assert [len(one.parts) for one in results] == [2, 1]
     gap = round(0.5 * 22050 / 256)
     lengths = [part[3].shape[1] for part in results[0].parts]
@@ -166,12 +166,12 @@ def test_sentences_are_spoken_one_by_one_with_pauses(model):
     assert (results[0].mel[:, lengths[0] : lengths[0] + gap] < -11.5).all()
     # A sentence is the same in any text; another take is not.
     assert torch.allclose(results[0].parts[0][3], results[1].parts[0][3], atol=1e-4)
-    takes = synthesise(model, ["One cab."], Manner(), takes=2)
+    takes = synthesise(model, ["One cab."], SynthesisOptions(), takes=2)
     assert torch.allclose(takes[0].mel, results[1].mel, atol=1e-4) and not torch.allclose(takes[1].mel, takes[0].mel)
 
 
 def test_a_marked_pause_is_as_long_as_it_says(model):
-    results = synthesise(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
+    results = synthesise(model, ["One cab, [pause=0.75] two. Three.", "two."], SynthesisOptions(pause=0.1))
     marked, plain = (round(seconds * 22050 / 256) for seconds in (0.75, 0.1))
     assert results[0].gaps == [0, marked, plain]
     assert [part[0] for part in results[0].parts] == ["one cab,", "two.", "three."]
@@ -182,43 +182,43 @@ def test_a_marked_pause_is_as_long_as_it_says(model):
                          ("One [pause=1e8] two", "from 0 to 60"),
                          ("[pause=1] one", "no text on one side"), ("One. [pause=1] ", "no text on one side")):
         with pytest.raises(InputError, match=reason):
-            synthesise(model, [text], Manner())
+            synthesise(model, [text], SynthesisOptions())
     with pytest.raises(InputError, match="leave out"):
-        synthesise(model, ["One [pause=1] two"], Manner(seconds=2.0))
+        synthesise(model, ["One [pause=1] two"], SynthesisOptions(seconds=2.0))
 
 
 def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp_path):
-    manner = Manner(seconds=3.2, seed=4)
-    result = synthesise(model, ["One cab. Two."], manner)[0]
+    how = SynthesisOptions(seconds=3.2, seed=4)
+    result = synthesise(model, ["One cab. Two."], how)[0]
     assert len(result.parts) == 1 and result.mel.shape[1] == 276
     place = tmp_path / "a.wav"
-    lines = write_utterance(result, model.spec, place, manner, {"step": 7})
+    lines = write_utterance(result, model.spec, place, how, {"step": 7})
     rate, samples = wavfile.read(place)
     assert (rate, len(samples), samples.dtype) == (22050, 70560, np.int16) and "3.20 s" in lines[0]
     assert Image.open(place.with_suffix(".png")).text["genmodels.seed"] == "4"
     made = json.loads(place.with_suffix(".json").read_text())
     assert made["step"] == 7 and sum(made["sentences"][0]["durations"]) == 276
     # Its durations speak again, as they are or edited.
-    again = synthesise(model, ["One cab. Two."], Manner(seconds=3.2, seed=4, durations=read_durations(
+    again = synthesise(model, ["One cab. Two."], SynthesisOptions(seconds=3.2, seed=4, durations=read_durations(
         place.with_suffix(".json"))))[0]
     assert torch.allclose(again.mel, result.mel, atol=1e-5)
-    write_utterance(result, model.spec, tmp_path / "a.npz", manner, {})
+    write_utterance(result, model.spec, tmp_path / "a.npz", how, {})
     assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
 
 
 def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="has 1 sentences, the text has 2"):
-        synthesise(model, ["One. Two."], Manner(durations=[[1, 2]]))
+        synthesise(model, ["One. Two."], SynthesisOptions(durations=[[1, 2]]))
     for options in ({"durations": [[1, 2]]}, {"seconds": 2.0}):
         with pytest.raises(InputError, match="leave out speed"):
-            Manner(**options, speed=2.0)
+            SynthesisOptions(**options, speed=2.0)
     with pytest.raises(InputError, match=r"\[slow\] is not closed"):
-        synthesise(model, ["One. [slow]Two."], Manner())
+        synthesise(model, ["One. [slow]Two."], SynthesisOptions())
     with pytest.raises(InputError, match="there is no text"):
-        synthesise(model, [], Manner())
+        synthesise(model, [], SynthesisOptions())
     for pause in (-1, 1e8):
         with pytest.raises(InputError, match="pause must be a finite number from 0 to 60"):
-            Manner(pause=pause)
+            SynthesisOptions(pause=pause)
     (tmp_path / "d.json").write_text("{}")
     for name in ("d.json", "none.json"):
         with pytest.raises(InputError, match=name):
@@ -272,16 +272,16 @@ def same(pieces, whole) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_mels_in_pieces_are_mels_at_once(one_voice, chunk):
-    manner = Manner(pause=0.1, seed=3)
-    whole = synthesise(one_voice, TEXTS, manner, takes=2, start=1)
-    pieces, lines = stream_texts(one_voice, TEXTS, manner, None, chunk=chunk, takes=2, start=1)
+    how = SynthesisOptions(pause=0.1, seed=3)
+    whole = synthesise(one_voice, TEXTS, how, takes=2, start=1)
+    pieces, lines = stream_texts(one_voice, TEXTS, how, None, chunk=chunk, takes=2, start=1)
     same(pieces, whole)
     assert len(lines) == 4 and "first chunk" in lines[0] and all(one.wave is None for one in pieces)
 
 
 def test_sound_in_pieces_is_sound_at_once(one_voice):
-    vocoder, manner = GriffinLim(iterations=2), Manner(seed=5)
-    whole, pieces = synthesise(one_voice, TEXTS, manner), stream_texts(one_voice, TEXTS, manner, vocoder, chunk=9)[0]
+    vocoder, how = GriffinLim(iterations=2), SynthesisOptions(seed=5)
+    whole, pieces = synthesise(one_voice, TEXTS, how), stream_texts(one_voice, TEXTS, how, vocoder, chunk=9)[0]
     same(pieces, whole)
     for one in pieces:
         # Of the same mel: rounding in a mel would grow where phases are hardly determined.
@@ -290,23 +290,23 @@ def test_sound_in_pieces_is_sound_at_once(one_voice):
 
 def test_seconds_speed_durations_and_speakers():
     voices = untrained(("anna", "ben"))
-    for manner in (Manner(speed=0.5, cond="ben"), Manner(seconds=1.0, temperature=0.0)):
-        whole = synthesise(voices, ["One cab. Two red cabs!"], manner)
-        pieces, _ = stream_texts(voices, ["One cab. Two red cabs!"], manner, GriffinLim(iterations=1), chunk=16)
+    for how in (SynthesisOptions(speed=0.5, cond="ben"), SynthesisOptions(seconds=1.0, temperature=0.0)):
+        whole = synthesise(voices, ["One cab. Two red cabs!"], how)
+        pieces, _ = stream_texts(voices, ["One cab. Two red cabs!"], how, GriffinLim(iterations=1), chunk=16)
         same(pieces, whole)
     assert len(pieces[0].wave) == 22050
-    said = synthesise(voices, TEXTS, Manner())
+    said = synthesise(voices, TEXTS, SynthesisOptions())
     given = [[d + 1 for d in part[2]] for one in said for part in one.parts]
-    pieces, _ = stream_texts(voices, TEXTS, Manner(durations=given), None)
+    pieces, _ = stream_texts(voices, TEXTS, SynthesisOptions(durations=given), None)
     assert [part[2] for one in pieces for part in one.parts] == given
-    same(pieces, synthesise(voices, TEXTS, Manner(durations=given)))
+    same(pieces, synthesise(voices, TEXTS, SynthesisOptions(durations=given)))
 
 
 def test_noise_of_another_take_is_seen(one_voice, monkeypatch):
-    whole = synthesise(one_voice, TEXTS, Manner())
+    whole = synthesise(one_voice, TEXTS, SynthesisOptions())
     rows = texts.noise_rows
     monkeypatch.setattr(texts, "noise_rows", lambda said, takes: rows(said, [take + 1 for take in takes]))
-    pieces, _ = stream_texts(one_voice, TEXTS, Manner(), None)
+    pieces, _ = stream_texts(one_voice, TEXTS, SynthesisOptions(), None)
     with pytest.raises(AssertionError):
         same(pieces, whole)
 
@@ -326,7 +326,7 @@ def test_the_first_piece_waits_for_the_first_sentence_alone(one_voice, monkeypat
         heard_at.append(len(asked))
         return float(next(ticks))
 
-    stream_texts(one_voice, TEXTS[:1], Manner(), None, clock=clock)
+    stream_texts(one_voice, TEXTS[:1], SynthesisOptions(), None, clock=clock)
     assert asked == ["One cab.", "Two red cabs,", "and three!"]
     assert heard_at[2] == 1  # begun, collecting begun, first piece
 
@@ -334,7 +334,7 @@ def test_the_first_piece_waits_for_the_first_sentence_alone(one_voice, monkeypat
 def test_what_cannot_be_streamed_is_said(one_voice):
     baseline = Tacotron(spec(), encoder=ENCODER, hidden=8, prenet=8)
     with pytest.raises(InputError, match="stream: a tacotron"):
-        stream_texts(baseline, TEXTS, Manner(), None)
+        stream_texts(baseline, TEXTS, SynthesisOptions(), None)
     for options, reason in (({"seconds": 0.1}, "seconds=.* is enough"), ({"seconds": -1.0}, "must be positive"),
                             ({"seconds": 1e9}, "at most 3600, got 1e.09"),
                             ({"speed": 0.0}, "speed must be positive"), ({"durations": [[1]]}, "tokens and needs"),

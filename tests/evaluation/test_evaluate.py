@@ -23,7 +23,7 @@ from genmodels.data.speech import Speech
 from genmodels.data.text import TextFile
 from genmodels.data.vision import Digits
 from genmodels.energy import LogPartition
-from genmodels.evaluation.checkpoint import Frame, Opened, Request
+from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
 from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.sample_quality import sample_parts
@@ -317,7 +317,7 @@ def test_fewer_samples_are_compared_than_shown(gaussians, tmp_path):
 def test_only_the_samples_to_show_are_kept(gaussians):
     """A slice of a part would hold the memory of all its samples, and be stored with it."""
     opened = Opened.open(gaussians / "flow" / "best.ckpt", Request(trust=["tests"], cache=False))
-    parts = sample_parts(Frame(opened, Cache(None), {}, Ranks()), "key", 200, {}, "")
+    parts = sample_parts(EvaluationState(opened, Cache(None), {}, Ranks()), "key", 200, {}, "")
     assert [len(parts[k]["x"]) for k in sorted(parts)] == [64, 0, 0, 0]
     assert all(part["x"].untyped_storage().nbytes() == part["x"].nbytes for part in parts.values())
 

@@ -14,9 +14,8 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.text import spelt
 from genmodels.models.checkpoint import load_model
 from genmodels.models.masked_diffusion import LanguageModel
-from genmodels.speech import text_encoder
+from genmodels.nn import CausalTransformer, dit
 from genmodels.speech.decoding import ByteLanguage, Search, ctc_beam
-from genmodels.speech.text_encoder import TokenTransformer
 from genmodels.verification.check import Options
 from genmodels.verification.checkpoints import verify
 from tests.untrained import write
@@ -52,8 +51,8 @@ def test_all_texts_have_a_probability_of_one_together(attention):
 
 
 def test_a_model_that_sees_the_future_is_noticed(monkeypatch):
-    layer = text_encoder.TransformerLayer
-    monkeypatch.setattr(text_encoder, "TransformerLayer", lambda *args, causal, **options: layer(*args, **options))
+    layer = dit.TransformerLayer
+    monkeypatch.setattr(dit, "TransformerLayer", lambda *args, causal, **options: layer(*args, **options))
     assert mass_error(small()) > 1e-3
 
 
@@ -178,4 +177,4 @@ def test_fusion_in_a_wide_beam_is_rescoring():
 def test_characters_of_several_bytes_are_refused():
     with pytest.raises(ValueError, match="needs a byte for every character"):
         ByteLanguage(lambda read, state: None, [10, 0x259], longest=8)
-    assert TokenTransformer(3, **SMALL).levels == 3
+    assert CausalTransformer(3, **SMALL).levels == 3

@@ -19,7 +19,7 @@ from genmodels.core.errors import InputError, Interrupted
 from genmodels.training.callbacks import Checkpointing, CheckpointOptions
 from genmodels.training.processes import (
     Launch,
-    Stops,
+    SharedSignal,
     agreed,
     fitted,
     gone,
@@ -292,7 +292,7 @@ def _agree(rank: int, port: str, out: Path) -> None:
     said = [agreed(lambda: f"{rank} {time.monotonic()}") for _ in range(2)]
     # The process group of training meets at the same address.
     torch.distributed.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
-    stops = Stops()
+    stops = SharedSignal()
     seen = [stops(signal.SIGTERM if rank == 1 and step == 2 else None) for step in range(5)]
     torch.save([said, seen], out)
     together(out.with_name("agreed"), rank)
