@@ -198,10 +198,12 @@ def members(file) -> Iterator[tuple[str, int, int]]:
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
+            member = tar.firstmember and tar.next()  # of an empty tar Python 3.10 would seek before its start
+            while member is not None:
                 tar.members = []  # it would keep all of them
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
+                member = tar.next()
             end = tar.offset
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"it is truncated or no uncompressed tar ({_line(error)})") from None

@@ -7,7 +7,7 @@ import pytest
 from genmodels.cli.compose import composer, in_hydra
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
-from genmodels.core.files import CONFIG_DIR, groups
+from genmodels.core.files import CONFIG_DIR, flat, groups
 from genmodels.models.build import build
 
 GROUPS = groups()
@@ -48,10 +48,13 @@ def test_models_with_data_sets_and_trainers(model, data, trainer):
 
 
 @pytest.mark.parametrize("preset", [preset for preset in GROUPS["preset"] if preset.endswith("_long")])
-def test_long_presets_train_longer(preset):
+def test_long_presets_train_longer_and_wider(preset):
     model, data = preset.removesuffix("_long").rsplit("_", 1)
-    usual, longer = (compose(f"model={model}", f"data={data}", *more)["trainer"] for more in ([], [f"preset={preset}"]))
-    assert longer["max_steps"] >= 4 * usual["max_steps"]
+    usual, longer = (compose(f"model={model}", f"data={data}", *more) for more in ([], [f"preset={preset}"]))
+    assert longer["trainer"]["max_steps"] >= 2 * usual["trainer"]["max_steps"]
+    wider = [key for key, value in flat(longer["model"]).items() if key.endswith(("width", "channels"))
+             and value > flat(usual["model"])[key]]
+    assert len(wider) == 1
 
 
 @pytest.mark.parametrize("logger", GROUPS["logger"])
