@@ -169,7 +169,7 @@ class Model:
             ema: averaged weights (true), raw ones (false), or the average with one decay.
             inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn.
             mask: a picture file for inpaint, white where the item is kept, black where it is drawn; for mels and text
-                as in `genmodels sample`.
+                as in `genmodels sample`. With `text` in its place the words in which a text differs are drawn.
             edit: a picture file, or the number of a test item, to which noise is added and removed again.
             batch_size: samples per batch.
             progress: show a progress bar.
@@ -183,6 +183,8 @@ class Model:
         self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
+        if self.spec.text is not None:
+            named |= {key: options.get(key) for key in ("text", "cond")}
         items, _ = material(self.network, self.header, named, self.ckpt, self.trust)
         options |= items | {"weights": weights_of(ema)}
         if self.spec.text is not None:

@@ -73,7 +73,8 @@ def run(
             text also a .txt, or the text itself.
         mask: what inpaint draws: a picture file, white where the item is kept, black where it is drawn; from:to of the
             frames of a mel or the bytes of a text, such as 20:40; for text also one character that stands for each
-            byte to be drawn (inpaint='The ____ of' mask=_).
+            byte to be drawn (inpaint='The ____ of' mask=_). With text= in its place inpaint draws the words of a
+            recording that this text changes.
         edit: a picture file, or the number of a test item, to which noise is added and removed again.
         batch_size: samples per batch.
         ema: averaged weights (true), raw ones (false), or the average with one decay.
@@ -118,10 +119,11 @@ def run(
             raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: "
                              f"{ckpt_path} holds {an(header['family'])}")
         synthesis = {key: value for key, value in synthesis.items() if value is not None}
-        materials, lines = material(model, header, named, ckpt_path, trust or [])
-        if materials and (text_file is not None or stream or {"text", "durations", "seconds"} & {*options, *synthesis}):
-            raise InputError("inpaint and edit keep text and durations of their item: leave out text, text_file, "
-                             "durations, seconds and stream")
+        own = {key: options.get(key) for key in ("text", "cond")}
+        materials, lines = material(model, header, named | own, ckpt_path, trust or [])
+        if materials and (text_file is not None or stream or {"durations", "seconds"} & {*options, *synthesis}):
+            raise InputError("inpaint and edit have the durations of their item: leave out text_file, durations, "
+                             "seconds and stream")
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
         synthesis |= {"weights": weights_of(ema)} | materials
         print(*lines, *say(model, made, place, options | synthesis, **output), sep="\n")

@@ -163,7 +163,7 @@ class SamplingOptions:
 
 
 #: Options that have no effect without one of these.
-_PARTNERS = {"inpaint": ("mask",), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
+_PARTNERS = {"inpaint": ("mask", "text"), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
              "chunk": ("stream",)}
 
 

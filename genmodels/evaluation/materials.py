@@ -14,6 +14,7 @@ from torch import Tensor
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, an
 from genmodels.core.files import kind_of
+from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.text import spelt
 from genmodels.models.build import build
@@ -30,7 +31,8 @@ def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> C
 def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]) -> tuple[dict, list[str]]:
     """The options of `sample` for `inpaint`, `mask` and `edit`, and lines for the user.
 
-    An item with a text adds its text and the durations of its best alignment, a mel without text its length.
+    An item with a text adds its text, the durations of its best alignment and its speaker, unless `cond` names another;
+    a mel without text its length. With another `text` in place of a mask `inpaint` draws the words that differ.
 
     Raises:
         InputError: for a model that cannot start from an item, or items that do not exist.
@@ -48,9 +50,15 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
         return read_items([named[key]], data, spec, key)
 
     batches = {key: item(key) for key in ("edit", "inpaint") if named[key] is not None}
+    text = named.get("text")
+    if text is not None and (asked == "edit" or named["mask"] is not None):
+        raise InputError(f"{asked} keeps the text of its item: leave out text; inpaint without mask takes another text")
     if spec.text is not None:
         batches = {key: even_lengths(alone(batch, 0)) for key, batch in batches.items()}
-    found = {} if spec.mel is None else _speech_options(model, batches[asked])
+    if text is not None:
+        found = _speech_options(model, batches["inpaint"], named.get("cond"))
+        return rewritten(model, batches["inpaint"], text, found, f"item {named['inpaint']}")
+    found = {} if spec.mel is None else _speech_options(model, batches[asked], named.get("cond"))
     found |= {"edit": batches["edit"].x[0]} if "edit" in batches else {}
     if "inpaint" not in batches:
         return found, []
@@ -68,8 +76,8 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
 
 
-def _speech_options(model, batch: Batch) -> dict:
-    """The length of a mel, or the text and durations of a mel with a text."""
+def _speech_options(model, batch: Batch, speaker: int | str | None) -> dict:
+    """The length of a mel, or the text, durations and speaker of a mel with a text."""
     frames = batch.x.shape[2] if batch.mask is None else int(batch.mask.sum())
     if model.spec.text is None:
         return {"lengths": [frames]}
@@ -78,7 +86,67 @@ def _speech_options(model, batch: Batch) -> dict:
     normal = Symbols(tuple(text["symbols"]), text["blanks"]).decode(tokens)
     durations = model.aligned(batch.to(model.device)).durations[0].tolist()
     seconds = sum(durations) * mel["hop"] / mel["sample_rate"]  # a text of a given length is not split into sentences
-    return {"text": ready(normal, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
+    found = {"text": ready(normal, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
+    if speaker is None and batch.cond.speaker is not None:
+        speaker = int(batch.cond.speaker[0])
+    return found if speaker is None else found | {"cond": speaker}
+
+
+def rewritten(model, batch: Batch, text: str, found: dict, item: str) -> tuple[dict, list[str]]:
+    """The options of `sample` for an item whose text becomes another one, and a line for the user.
+
+    The frames of the first and last words, as far as both texts share them, are kept; the words between are drawn, with
+    predicted durations.
+
+    Raises:
+        InputError: for a text that is no other one, or has unknown symbols.
+    """
+    from genmodels.models.text_model import TextReader  # images need no reader of texts
+
+    if not isinstance(text, str):
+        raise InputError("inpaint takes one text, in which some words differ from those of its item")
+    reader = TextReader(model.spec)
+    old, (lasting,) = batch.cond.tokens[0, batch.cond.mask[0, 0]].tolist(), found["durations"]
+    new = reader.tokens(text)
+    if new == old:
+        raise InputError(f"text={text!r} is that of {item}: change some words, or choose frames by mask=from:to")
+    first, last = shared_ends(old, new, model.spec.text["symbols"].index(" "))
+    said = reader([text], found.get("cond")).to(model.device)
+    core, noise = model.weights("ema"), KeyedGenerator(0, torch.arange(1, device=model.device), "durations")
+    predicted = core.tts.latent(said.tokens, said.mask, core.voice(said), generator=noise, temperature=0.0).durations[0]
+    drawn = predicted[first : len(new) - last].tolist()
+    durations = [*lasting[:first], *drawn, *lasting[len(old) - last :]]
+    before, after, total = sum(lasting[:first]), sum(lasting[len(old) - last :]), sum(durations)
+    mel = batch.x[0]
+    known = torch.cat([mel[:, :before], mel.new_zeros(len(mel), sum(drawn)), mel[:, mel.shape[1] - after :]], dim=1)
+    keep = torch.ones(1, total, dtype=torch.bool)
+    keep[:, before : total - after] = False
+    seconds = total * model.spec.mel["hop"] / model.spec.mel["sample_rate"]
+    return (found | {"text": text, "durations": [durations], "seconds": seconds, "known": known, "keep": keep},
+            [f"kept {before + after} of {total} frames of {item}; drawn: {before}:{total - after}"])
+
+
+def shared_ends(old: Sequence, new: Sequence, space) -> tuple[int, int]:
+    """How many tokens at the beginning and at the end two texts share, in whole words; some of the new one remain.
+
+    Example:
+        >>> old = "a bad cab"
+        >>> [shared_ends(old, new, " ") for new in ("a bag cab", "a bad bag", "a bad bad cab", "a cab")]
+        [(2, 4), (6, 0), (5, 4), (0, 4)]
+    """
+    least = min(len(old), len(new))
+    first = next((k for k in range(least) if old[k] != new[k]), least)
+    while first and old[first - 1] != space:
+        first -= 1
+    most = least - first + min(first, 1)  # the space between may be of either
+    last = next((k for k in range(most) if old[-1 - k] != new[-1 - k]), most)
+    while last and old[-last] != space:
+        last -= 1
+    if first + last > least:
+        first -= 1
+    if first + last == len(new):  # words were left out: the one before is drawn anew
+        first = max((k for k in range(first) if old[k - 1] == space), default=0)
+    return first, last
 
 
 def read_range(name: str, length: int, key: str) -> Tensor:

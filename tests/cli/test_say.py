@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from scipy.io import wavfile
 
+import genmodels as gm
 from genmodels.cli.sample import run
 from genmodels.cli.say import SynthesisOptions, read_durations, say, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
@@ -81,10 +82,53 @@ def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys
     edited = np.load(tmp_path / "edited.npz")["mel"]
     assert edited.shape[1] == own.shape[1] + own.shape[1] % 2
     assert np.abs(edited[:, : own.shape[1]] - own.numpy()).mean() < 0.5
-    with pytest.raises(InputError, match="inpaint and edit keep text and durations of their item"):
+    with pytest.raises(InputError, match="edit keeps the text of its item"):
         run(ckpt=ckpt, edit=1, text="Abc.")
+    with pytest.raises(InputError, match="inpaint and edit have the durations of their item"):
+        run(ckpt=ckpt, edit=1, seconds=2.0)
     with pytest.raises(InputError, match="mask=9:99999 must be from:to"):
         run(ckpt=ckpt, inpaint=1, mask="9:99999")
+
+
+@pytest.mark.parametrize("place", [0, 2, -1])
+def test_words_of_a_recording_are_changed(place, tmp_path, capsys):
+    """Before and after the changed word the mel and the durations are those of the recording."""
+    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
+    said = Speech(blanks=False).prepare()
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=net)
+    item = alone(said.split("test").__getitems__([1]), 0)
+    own, reader = item.x[0].numpy(), texts.TextReader(said.spec)
+    words = reader.symbols.decode(item.cond.tokens[0].tolist()).split(" ")
+    changed = [*words]
+    changed[place] = "caravan" + words[place][-1] * (place == -1)
+    run(ckpt=ckpt, steps=2, rounds=1, inpaint=1, text=" ".join(changed), out=str(tmp_path / "a.npz"))
+    found = np.load(tmp_path / "a.npz")
+    frames, widths = found["mel"].shape[1], found["durations"]
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("kept"))
+    start, stop = (int(number) for number in line.split("drawn: ")[1].split(":"))
+    first = len(" ".join(words[:place]) + " ") if place else 0
+    last = len(" " + " ".join(words[place + 1 :])) if place != -1 else 0
+    tokens = len(reader.tokens(" ".join(changed)))
+    assert start == widths[:first].sum() and frames - stop == widths[tokens - last :].sum()
+    assert (start == 0) == (place == 0) and (stop == frames) == (place == -1)
+    even = np.pad(own, ((0, 0), (0, own.shape[1] % 2)), constant_values=np.log(1e-5))
+    np.testing.assert_array_equal(found["mel"][:, :start], even[:, :start])
+    np.testing.assert_array_equal(found["mel"][:, stop:], even[:, even.shape[1] - (frames - stop) :])
+    aligned = gm.load(ckpt).network.aligned(item).durations[0].numpy()
+    np.testing.assert_array_equal(widths[:first], aligned[:first])
+    np.testing.assert_array_equal(widths[tokens - last :], aligned[len(aligned) - last :])
+
+
+def test_a_text_that_changes_nothing_is_refused(tmp_path):
+    said = Speech(blanks=False).prepare()
+    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=net)
+    item = alone(said.split("test").__getitems__([1]), 0)
+    same = texts.TextReader(said.spec).symbols.decode(item.cond.tokens[0].tolist())
+    for text, mask, problem in ((same, None, "is that of item 1"), (["a", "b"], None, "takes one text"),
+                                ("a", "0:9", "inpaint without mask takes another text")):
+        with pytest.raises(InputError, match=problem):
+            gm.load(ckpt).sample(inpaint=1, text=text, mask=mask)
 
 
 def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, capsys):
