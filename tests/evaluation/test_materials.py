@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from genmodels.core.data import DataSpec
+from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.data.text import spelt, written
 from genmodels.data.vision import Digits
-from genmodels.evaluation.materials import read_items, read_mask, read_range, template
+from genmodels.evaluation.materials import _speech_options, read_items, read_mask, read_range, template
+from genmodels.models.text_model import TextReader
 from genmodels.plots.images import images_of
+from genmodels.speech.text import CHARACTERS
 
 SPEC = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 
@@ -76,3 +80,15 @@ def test_a_text_keeps_all_but_its_gaps_and_what_it_lacks():
 def test_parts_of_sequences_that_do_not_exist(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+def test_a_recording_is_edited_in_the_voice_of_its_speaker():
+    spec = DataSpec("speech", (2, 9), mel={"hop": 200, "sample_rate": 16000},
+                    text={"symbols": CHARACTERS, "blanks": False, "language": "en"}, speakers=("anna", "ben"))
+    tokens, mask = torch.tensor([TextReader(spec).tokens("a cab")]), torch.ones(1, 1, 5, dtype=torch.bool)
+    batch = Batch(torch.zeros(1, 2, 8), TextCondition(tokens, mask, torch.tensor([1])), mask=None)
+    durations = torch.tensor([[1, 2, 1, 3, 1]])
+    model = SimpleNamespace(spec=spec, device="cpu", aligned=lambda batch: SimpleNamespace(durations=durations))
+    found = _speech_options(model, batch, None)
+    assert found == {"text": "a cab", "durations": durations.tolist(), "seconds": 0.1, "cond": 1}
+    assert _speech_options(model, batch, "anna")["cond"] == "anna"
