@@ -58,6 +58,8 @@ RUNS = {
         "ddpm, likelihood": ["experiment=ddpm_mnist_likelihood", "data=mnist"],
         "flow_matching": ["model=flow_matching", "data=mnist", "trainer.max_steps=3000"],
         "masked_diffusion": ["model=masked_diffusion", "data=mnist"],
+        "score": ["model=score", "data=mnist"],
+        "energy_ddpm": ["model=energy_ddpm", "data=mnist"],
     },
 }
 RUNS["fashion-half-hour"] = {
