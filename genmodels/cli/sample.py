@@ -121,9 +121,10 @@ def run(
         synthesis = {key: value for key, value in synthesis.items() if value is not None}
         own = {key: options.get(key) for key in ("text", "cond")}
         materials, lines = material(model, header, named | own, ckpt_path, trust or [])
-        if materials and (text_file is not None or stream or {"durations", "seconds"} & {*options, *synthesis}):
+        timed = {"durations", "seconds", "speed"} & {*options, *synthesis}
+        if materials and (text_file is not None or stream or timed):
             raise InputError("inpaint and edit have the durations of their item: leave out text_file, durations, "
-                             "seconds and stream")
+                             "seconds, speed and stream")
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
         synthesis |= {"weights": weights_of(ema)} | materials
         print(*lines, *say(model, made, place, options | synthesis, **output), sep="\n")

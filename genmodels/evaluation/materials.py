@@ -113,7 +113,9 @@ def rewritten(model, batch: Batch, text: str, found: dict, item: str) -> tuple[d
     first, last = shared_ends(old, new, model.spec.text["symbols"].index(" "))
     said = reader([text], found.get("cond")).to(model.device)
     core, noise = model.weights("ema"), KeyedGenerator(0, torch.arange(1, device=model.device), "durations")
-    predicted = core.tts.latent(said.tokens, said.mask, core.voice(said), generator=noise, temperature=0.0).durations[0]
+    slower = reader.stretch([text])
+    predicted = core.tts.latent(said.tokens, said.mask, core.voice(said), generator=noise, temperature=0.0,
+                                speed=1.0 if slower is None else 1 / slower.to(model.device)).durations[0]
     drawn = predicted[first : len(new) - last].tolist()
     durations = [*lasting[:first], *drawn, *lasting[len(old) - last :]]
     before, after, total = sum(lasting[:first]), sum(lasting[len(old) - last :]), sum(durations)

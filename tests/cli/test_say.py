@@ -114,6 +114,10 @@ def test_words_of_a_recording_are_changed(place, tmp_path, capsys):
     even = np.pad(own, ((0, 0), (0, own.shape[1] % 2)), constant_values=np.log(1e-5))
     np.testing.assert_array_equal(found["mel"][:, :start], even[:, :start])
     np.testing.assert_array_equal(found["mel"][:, stop:], even[:, even.shape[1] - (frames - stop) :])
+    slowly = f"[slow=3]{' '.join(changed)}[/slow]"
+    run(ckpt=ckpt, steps=2, rounds=1, inpaint=1, text=slowly, out=str(tmp_path / "b.npz"))
+    slow = np.load(tmp_path / "b.npz")["durations"]
+    assert slow.sum() - widths.sum() > 0.9 * (stop - start) and (slow[:first] == widths[:first]).all()
     aligned = gm.load(ckpt).network.aligned(item).durations[0].numpy()
     np.testing.assert_array_equal(widths[:first], aligned[:first])
     np.testing.assert_array_equal(widths[tokens - last :], aligned[len(aligned) - last :])
