@@ -183,9 +183,8 @@ class Model:
         self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
-        if self.spec.text is not None:
-            named |= {key: options.get(key) for key in ("text", "cond")}
-        items, _ = material(self.network, self.header, named, self.ckpt, self.trust)
+        asked_of_text = {} if self.spec.text is None else options
+        items, _ = material(self.network, self.header, asked_of_text | named, self.ckpt, self.trust)
         options |= items | {"weights": weights_of(ema)}
         if self.spec.text is not None:
             if n is not None and n < 1:

@@ -119,12 +119,8 @@ def run(
             raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: "
                              f"{ckpt_path} holds {an(header['family'])}")
         synthesis = {key: value for key, value in synthesis.items() if value is not None}
-        own = {key: options.get(key) for key in ("text", "cond")}
-        materials, lines = material(model, header, named | own, ckpt_path, trust or [])
-        timed = {"durations", "seconds", "speed"} & {*options, *synthesis}
-        if materials and (text_file is not None or stream or timed):
-            raise InputError("inpaint and edit have the durations of their item: leave out text_file, durations, "
-                             "seconds, speed and stream")
+        asked_of_text = options | synthesis | {"text_file": text_file, "stream": stream} | named
+        materials, lines = material(model, header, asked_of_text, ckpt_path, trust or [])
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
         synthesis |= {"weights": weights_of(ema)} | materials
         print(*lines, *say(model, made, place, options | synthesis, **output), sep="\n")

@@ -76,7 +76,7 @@ class Request:
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
         recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
-        beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every state.
+        beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
         nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
         lm: a language model for the search of a recogniser, as in transcribe: a file of texts, or a checkpoint; needs a
             beam.

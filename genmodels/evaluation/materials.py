@@ -22,6 +22,8 @@ from genmodels.models.checkpoint import data_options
 from genmodels.models.mels import alone, even_lengths
 from genmodels.speech.text import Symbols, ready
 
+_OF_ITEM = ("text_file", "durations", "seconds", "speed", "stream")  # what an item decides
+
 
 def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> Callable[[], DataModule]:
     """A function that prepares the data which a checkpoint was trained on."""
@@ -33,6 +35,9 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
 
     An item with a text adds its text, the durations of its best alignment and its speaker, unless `cond` names another;
     a mel without text its length. With another `text` in place of a mask `inpaint` draws the words that differ.
+
+    Arguments:
+        named: `inpaint`, `mask` and `edit`, of a model of texts also what else the user asks of the text.
 
     Raises:
         InputError: for a model that cannot start from an item, or items that do not exist.
@@ -49,21 +54,22 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
             return Batch(_bytes_of(str(named[key]), key)[None])
         return read_items([named[key]], data, spec, key)
 
-    batches = {key: item(key) for key in ("edit", "inpaint") if named[key] is not None}
-    text = named.get("text")
+    text, taken = named.get("text"), [key for key in _OF_ITEM if named.get(key)]
+    if taken:
+        raise InputError(f"{asked} has the durations of its item: leave out {taken[0]}")
     if text is not None and (asked == "edit" or named["mask"] is not None):
         raise InputError(f"{asked} keeps the text of its item: leave out text; inpaint without mask takes another text")
+    batches = {key: item(key) for key in ("edit", "inpaint") if named[key] is not None}
     if spec.text is not None:
         batches = {key: even_lengths(alone(batch, 0)) for key, batch in batches.items()}
-    if text is not None:
-        found = _speech_options(model, batches["inpaint"], named.get("cond"))
-        return rewritten(model, batches["inpaint"], text, found, f"item {named['inpaint']}")
     found = {} if spec.mel is None else _speech_options(model, batches[asked], named.get("cond"))
     found |= {"edit": batches["edit"].x[0]} if "edit" in batches else {}
     if "inpaint" not in batches:
         return found, []
     known, mask = batches["inpaint"].x[0], str(named["mask"])
     inpainted = f"item {named['inpaint']}" if str(named["inpaint"]).isdigit() else named["inpaint"]
+    if text is not None:
+        return rewritten(model, batches["inpaint"], text, found, inpainted)
     if spec.is_image:
         keep, what = read_mask(mask, spec, "mask"), f"pixels of {inpainted}, where {mask} is white"
     elif len(spec.event_shape) != 2:

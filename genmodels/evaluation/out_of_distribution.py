@@ -286,7 +286,7 @@ def audit(state: EvaluationState, likelihood: Likelihood) -> list[Utterance]:
         likelihood: of these utterances, in index order.
 
     `z` compares an utterance with those of its length (`against_length`); `evidence`, of models with alignments, its
-    text with those of other utterances, in nats per state. A recogniser ranks by log-likelihood per character, and
+    text with those of other utterances, in nats per frame. A recogniser ranks by log-likelihood per character, and
     adds its transcripts.
 
     Raises:

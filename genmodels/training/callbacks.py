@@ -257,7 +257,7 @@ class SampleGrid(Callback):
 
 
 class FiniteMetrics(Callback):
-    """SharedSignal a run with a non-finite validation metric, before any file is overwritten."""
+    """Stops a run with a non-finite validation metric, before any file is overwritten."""
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Check the metrics just computed."""

@@ -138,7 +138,7 @@ class TrainerOptions:
         if not isinstance(self.devices, int) or self.devices < 1:
             raise InputError(f"trainer.strategy=fsdp needs the number of devices, got trainer.devices={self.devices}")
         return ShardedStrategy(data_parallel_size=self.devices * self.num_nodes, tensor_parallel_size=1,
-                      save_distributed_checkpoint=False)
+                               save_distributed_checkpoint=False)
 
     def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
         """The Lightning Trainer for `steps` steps over an endless stream; loggers are set afterwards."""

@@ -84,8 +84,11 @@ def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys
     assert np.abs(edited[:, : own.shape[1]] - own.numpy()).mean() < 0.5
     with pytest.raises(InputError, match="edit keeps the text of its item"):
         run(ckpt=ckpt, edit=1, text="Abc.")
-    with pytest.raises(InputError, match="inpaint and edit have the durations of their item"):
-        run(ckpt=ckpt, edit=1, seconds=2.0)
+    for given in ({"seconds": 2.0}, {"speed": 2.0}, {"durations": "a.json"}, {"text_file": "a.txt"}, {"stream": True}):
+        with pytest.raises(InputError, match=f"edit has the durations of its item: leave out {next(iter(given))}"):
+            run(ckpt=ckpt, edit=1, **given)
+    with pytest.raises(InputError, match="leave out seconds"):
+        gm.load(ckpt).sample(inpaint=1, mask="30:60", seconds=2.0)
     with pytest.raises(InputError, match="mask=9:99999 must be from:to"):
         run(ckpt=ckpt, inpaint=1, mask="9:99999")
 
