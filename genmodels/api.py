@@ -263,11 +263,12 @@ class Model:
         Raises:
             InputError: for a model that is no recogniser, a file that cannot be read, or wrong options.
         """
-        from genmodels.cli.transcribe import Hearing, heard
+        from genmodels.cli.transcribe import Hearing, heard, recordings
 
         require_known("transcribe", options, [field.name for field in fields(Hearing)])
         names = [str(files)] if isinstance(files, str | Path) else [str(file) for file in files]
-        return list(heard(self.network, names, Hearing(**options), weights_of(ema), self.trust))
+        mels = recordings(self.network, names)
+        return list(heard(self.network, mels, Hearing(**options), weights_of(ema), self.trust))
 
     def verify(self, *, ema: bool | float = True, device: str = "cpu", **options: Any) -> Findings:
         """The checks of `genmodels verify ckpt=...`: `passed`, `failed`, and as text the tables that it prints.

@@ -25,8 +25,9 @@ def run(
 
     Arguments:
         out: the folder of metadata.csv and wavs/, 16 kHz.
-        text: a file of sentences, one per line, or of paragraphs between empty lines; null for sentences with numbers
-            and names mixed with those of the documentation in Python's standard library.
+        text: a file of sentences, one per line, or of paragraphs between empty lines, which is read in parts of at most
+            100 characters, equal ones once; null for sentences with numbers and names mixed with those of the
+            documentation in Python's standard library.
         voice: rms, slt, awb, kal16 (by flite), slt_hts (by festival), espeak.
         n: the first so many sentences; null for all of a file, or 3,400 (three hours) of those without a file.
         workers: clips made at the same time; null for one per CPU.
@@ -39,6 +40,7 @@ def run(
     check_writable("out", folder / "metadata.csv")
     texts = default_sentences(n or 3400) if text is None else sentences_of(Path(text).expanduser())[:n]
     seconds = corpus(folder, texts, voice, workers=workers, progress=progress)
-    print(f"{len(seconds):,} clips in {folder}, {sum(seconds) / 3600:.2f} hours by voice {voice}, whose licence is "
-          f"{VOICES[voice].licence}")
+    minutes = sum(seconds) / 60
+    length = f"{minutes / 60:.2f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
+    print(f"{len(seconds):,} clips in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
     print(f"train:    genmodels train experiment=glow_tts_corpus data.root={folder}")

@@ -191,6 +191,7 @@ def check_training(read: dict) -> str:
         torch.manual_seed(0)
         network = build(config["model"], datamodule.spec, trust=config.get("trust") or [])
         steps = options.steps(len(datamodule.train_dataloader()))
+        network.check_items(datamodule)
         network.initialize(initial_batch(datamodule))
     except InputError as error:
         raise Failed(str(error)) from error

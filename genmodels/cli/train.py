@@ -112,6 +112,7 @@ def run(
         if device == "cpu":
             parts.keep_freed_memory()
         if path is None:
+            network.check_items(datamodule)
             network.initialize(initial_batch(datamodule))
             if init is not None:
                 _start_from(init, network, trust)  # after the statistics of the data, which are this run's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from genmodels.data.utterances import padded_mels
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.models.transcription import SEARCH, check_search, search_of
-from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
+from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +99,30 @@ def run(
     path = located(ckpt)
     verify(path)
     model, _ = load_model(path, device=device, trust=trust or [])
+    unreadable: list[str] = []
+    mels = recordings(model, files, unreadable)
     if stream:
-        for name, mel in recordings(model, files):
+        for name, mel in mels:
             for text in model.stream(mel, weights=weights_of(ema)):
                 print(f"{name}: {text}", flush=True)
-        return
-    for found in heard(model, files, how, weights_of(ema), trust or []):
-        score = "" if how.nbest == 1 else f" {found.score:.2f}"
-        print(f"{found.file}:{score} {found.text}")
-        for word, begin, end in found.words:
-            print(f"  {begin:7.2f} {end:7.2f} {word}")
+    else:
+        for found in heard(model, mels, how, weights_of(ema), trust or []):
+            score = "" if how.nbest == 1 else f" {found.score:.2f}"
+            print(f"{found.file}:{score} {found.text}")
+            for word, begin, end in found.words:
+                print(f"  {begin:7.2f} {end:7.2f} {word}")
+    if unreadable:
+        raise InputError("; ".join(unreadable))
 
 
 def heard(
-    model: GenerativeModel, files: list[str], how: Hearing, weights: str | float, trust: list[str]
+    model: GenerativeModel, mels: list[tuple[str, Batch]], how: Hearing, weights: str | float, trust: list[str]
 ) -> Iterator[Transcript]:
     """The texts of recordings, `how.nbest` for each.
 
     Raises:
-        InputError: for another kind of model, a file that cannot be read, or an option that the model does not have.
+        InputError: for an option that the model does not have.
     """
-    mels = recordings(model, files)
     search = search_of(model, **{key: getattr(how, key) for key in SEARCH}, trust=trust)
     for first in range(0, len(mels), how.batch_size):
         part = mels[first : first + how.batch_size]
@@ -131,21 +135,44 @@ def heard(
                 yield Transcript(name, model.written(one), one.score, spoken)
 
 
-def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batch]]:
-    """Recordings as mels; all are read before the first is recognised, so that errors come first."""
+def recordings(
+    model: GenerativeModel, files: list[str], unreadable: list[str] | None = None
+) -> list[tuple[str, Batch]]:
+    """Recordings as mels, with their names.
+
+    Arguments:
+        model: the recogniser.
+        files: wav files.
+        unreadable: receives the errors of files that cannot be read; None to raise the first.
+
+    Raises:
+        InputError: for another kind of model, or a file that cannot be read.
+    """
     if not hasattr(model, "transcribe"):
         raise InputError(f"the checkpoint holds {an(model.family)}: transcribe is for model=recognizer")
-    return [(name, recorded(name, model.spec.mel).to(model.device)) for name in files]
+    found = []
+    for name in files:
+        try:
+            found.append((name, recorded(name, model.spec.mel).to(model.device)))
+        except InputError as error:
+            if unreadable is None:
+                raise
+            unreadable.append(str(error))
+    return found
 
 
 def recorded(name: str, mel: dict) -> Batch:
-    """The mel of a sound file as a batch of one.
+    """The mel of a sound file as a batch of one; a warning for a rate that leaves its upper bands empty.
 
     Raises:
         InputError: for a file that cannot be read, or is shorter than a frame.
     """
     config = MelConfig(**mel)
     try:
-        return Batch(log_mel(read_wav(name, config.sample_rate)[0], config)[None].float())
+        wave, rate = read_wav(name)
+        if rate / 2 < 0.9 * config.f_max:
+            warnings.warn(f"{name} has {rate:,} samples a second and no sound above {rate // 2:,} Hz, which the "
+                          f"recogniser hears up to {config.f_max:,.0f} Hz", stacklevel=2)
+        return Batch(log_mel(resample(wave, rate, config.sample_rate), config)[None].float())
     except (AudioError, ValueError) as error:
         raise InputError(f"{error}" if name in str(error) else f"{name}: {error}") from error

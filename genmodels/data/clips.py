@@ -10,7 +10,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,8 +28,8 @@ _EMBEDDED_SPLITS = {"val": ("LJ001-0061", "LJ001-0125"),
                     "test": ("LJ001-0013", "LJ001-0043", "LJ001-0104", "LJ001-0126")}
 _SUFFIXES = (".wav", ".g722")
 _SPOKEN_DIGIT = re.compile(r"(\d)_([^_]+)_(\d+)\.wav")
+MISSING = "there is no such file"  # the problem of such a clip
 _HELD_OUT = 5  # first recordings of each digit and speaker, the test set of the Free Spoken Digits
-_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Clip:
         speaker: name of the speaker, or None.
         label: its class, or None.
         split: the split given by the layout, or None.
+        problem: what is wrong with its row or file, as far as the list shows, or None.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Clip:
     speaker: str | None = None
     label: str | None = None
     split: str | None = None
+    problem: str | None = None
 
 
 def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -> list[Clip]:
@@ -59,11 +61,12 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
     Arguments:
         layout: one of `LAYOUTS`.
         root: the folder, or the file of a manifest; None for the embedded clips.
-        allow_partial: leave out rows whose file is missing instead of stopping.
+        allow_partial: leave out rows whose file is missing.
+
+    Rows with another number of fields than the others, and those whose file is missing, have a `problem`.
 
     Raises:
-        InputError: for a missing folder or list, a row with the wrong number of fields (file, line), missing files
-            (the first five), or an installation without the embedded clips.
+        InputError: for a missing folder or list, one without recordings, or an installation without the embedded clips.
 
     Example:
         >>> clips = read_clips("embedded", None)
@@ -77,15 +80,13 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
     if root is None and not EMBEDDED.is_dir():
         raise InputError("the speech clips are in the source of genmodels, not in its wheel: `pip install -e .` in a "
                          "checkout, or give data.layout=ljspeech data.root=<its folder genmodels/data/ljspeech>")
-    clips = LAYOUTS[layout](EMBEDDED if root is None else root)
-    missing = [clip for clip in clips if not clip.path.is_file()]
-    if missing and not allow_partial:
-        shown = ", ".join(str(clip.path) for clip in missing[:_LISTED])
-        more = ", ..." if len(missing) > _LISTED else ""
-        raise InputError(f"{len(missing)} of {len(clips)} recordings are missing: {shown}{more}; "
-                         "data.allow_partial=true leaves them out")
-    gone = {clip.path for clip in missing}
-    found = [clip for clip in clips if clip.path not in gone]
+    found = []
+    for clip in LAYOUTS[layout](EMBEDDED if root is None else root):
+        if clip.problem is None and not clip.path.is_file():
+            if allow_partial:
+                continue
+            clip = replace(clip, problem=MISSING)
+        found.append(clip)
     if not found:
         raise InputError(f"there are no recordings in {root} (layout {layout})")
     return found
@@ -101,22 +102,28 @@ def ljspeech(root: Path) -> list[Clip]:
     """`metadata.csv` with `id|as written|in words`, and `wavs/<id>.wav`; quotes have no special meaning."""
     folder = root / "wavs" if (root / "wavs").is_dir() else root
     found = []
-    for number, fields in _rows(root / "metadata.csv", least=2, most=3, form="id|text or id|text|text in words"):
+    for number, fields in _rows(root / "metadata.csv"):
+        where = f"{fields[0]} (metadata.csv, line {number})"
+        problem = _wrong(fields, (2, 3), "id|text or id|text|text in words")
+        if problem is not None:
+            found.append(Clip(root / "metadata.csv", where, problem=problem))
+            continue
         text = fields[2] if len(fields) == 3 and fields[2].strip() else fields[1]
-        found.append(Clip(folder / f"{fields[0]}.wav", f"{fields[0]} (metadata.csv, line {number})", text))
+        found.append(Clip(folder / f"{fields[0]}.wav", where, text))
     return found
 
 
 def manifest(root: Path) -> list[Clip]:
     """A list `path|text` or `path|text|speaker`, the paths relative to it."""
-    found, rows = [], list(_rows(root, least=2, most=3, form="path|text or path|text|speaker"))
-    counts = Counter(len(fields) for _, fields in rows)
+    found, rows = [], list(_rows(root))
+    usual = Counter(len(fields) for _, fields in rows if len(fields) in (2, 3)).most_common(1)
+    form = "path|text (as in most lines)" if usual and usual[0][0] == 2 else "path|text|speaker (as in most lines)"
     for number, fields in rows:
-        if len(counts) > 1 and len(fields) != counts.most_common(1)[0][0]:
-            raise InputError(f"{root}, line {number}: {len(fields)} fields, other lines have "
-                             f"{counts.most_common(1)[0][0]}; every line names a speaker, or none does")
+        where = f"{fields[0]} ({root.name}, line {number})"
+        problem = _wrong(fields, (usual[0][0],) if usual else (), form)
         speaker = fields[2].strip() if len(fields) == 3 else None
-        found.append(Clip(root.parent / fields[0], f"{fields[0]} ({root.name}, line {number})", fields[1], speaker))
+        found.append(Clip(root, where, problem=problem) if problem is not None else
+                     Clip(root.parent / fields[0], where, fields[1], speaker))
     return found
 
 
@@ -160,11 +167,13 @@ def asterisk(root: Path) -> list[Clip]:
         if not line.strip() or line.lstrip().startswith(";"):
             continue
         key, colon, text = line.partition(":")
+        where = f"{key.strip()} ({lists[0].name}, line {number})"
         if not colon:
-            raise InputError(f"{lists[0]}, line {number}: expected `key: text`, got {line.strip()[:60]!r}")
+            found.append(Clip(lists[0], where, problem="there is no colon where key: text is expected"))
+            continue
         if any(mark in text for mark in "[(<") or key.strip() not in shortened:
             continue
-        found.append(Clip(shortened[key.strip()], f"{key.strip()} ({lists[0].name}, line {number})", text.strip()))
+        found.append(Clip(shortened[key.strip()], where, text.strip()))
     return found
 
 
@@ -188,15 +197,18 @@ def _lines(path: Path) -> list[str]:
         raise InputError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
 
 
-def _rows(path: Path, *, least: int, most: int, form: str):
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of a list with the delimiter `|`."""
     for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        fields = line.split("|")
-        if not least <= len(fields) <= most or not fields[0].strip():
-            raise InputError(f"{path}, line {number}: {len(fields)} fields where {form} is expected: {line[:80]!r}")
-        yield number, fields
+        if line.strip():
+            yield number, line.split("|")
+
+
+def _wrong(fields: list[str], numbers: tuple[int, ...], form: str) -> str | None:
+    """What is wrong with a row that should have one of these numbers of fields and a name, or None."""
+    if len(fields) in numbers and fields[0].strip():
+        return None
+    return f"{len(fields)} field{'s' * (len(fields) != 1)} where {form} is expected: {'|'.join(fields)[:80]!r}"
 
 
 #: Increased when the content of a cached file, or its computation, changes.

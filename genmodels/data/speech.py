@@ -12,7 +12,7 @@ import torch
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, progress_bar, require_known
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
-from genmodels.data.clips import LAYOUTS, Clip, MelFiles, read_clips
+from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
 from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances
 from genmodels.speech.audio import AudioError, MelConfig
@@ -66,6 +66,8 @@ def read_utterance(
     def note(reason: str, is_error: bool = True) -> None:
         found.append(Finding(clip.where, reason, is_error))
 
+    if clip.problem is not None:
+        return None, [Finding(clip.where, clip.problem)]
     try:
         recording = files.read(clip.path)
     except AudioError as error:
@@ -171,7 +173,7 @@ class Speech(DataModule):
             with texts, 8 with classes.
         max_seconds: longer recordings are an error.
         val_fraction, test_fraction: share of the items (of the texts) held out if the layout has no splits.
-        allow_partial: leave out rows of a list whose recording is missing instead of stopping.
+        allow_partial: leave out rows of a list whose recording is missing instead of stopping; `skip_bad` includes it.
         skip_bad: leave out items that cannot be used instead of stopping.
         max_frames: largest number of frames per training batch, including padding; null for no limit.
         batch_size, num_workers, seed: see `DataModule`.
@@ -232,13 +234,19 @@ class Speech(DataModule):
         if self.multiple < 1 or (max_frames is not None and max_frames < 1):
             raise InputError(f"data.multiple and data.max_frames must be at least 1, got {multiple} and {max_frames}")
 
-    def examine(self) -> tuple[list[Utterance], list[Finding]]:
+    def examine(self, *, stop: bool = False) -> tuple[list[Utterance], list[Finding]]:
         """All usable items and the findings about all items; missing mels are computed.
+
+        Arguments:
+            stop: read no recording if the list alone shows items that cannot be used.
 
         Raises:
             InputError: for problems of the whole data set.
         """
         clips = read_clips(self.layout, self.root, allow_partial=self.allow_partial)
+        wrong = [Finding(clip.where, clip.problem) for clip in clips if clip.problem is not None]
+        if wrong and stop:
+            return [], wrong
         self.speakers = self._speakers(clips)
         labels = sorted({clip.label for clip in clips if clip.label is not None})
         files, usable, findings = MelFiles(self.mel), [], []
@@ -259,14 +267,16 @@ class Speech(DataModule):
 
     def load(self):
         """Read all items, stop at unusable ones (unless `skip_bad`), split the rest."""
-        items, findings = self.examine()
+        items, findings = self.examine(stop=not self.skip_bad)
         errors = [finding for finding in findings if finding.is_error]
         if errors and not (self.skip_bad and items):
             listed = "; ".join(map(str, errors[:_NAMED]))
             more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
-            raise InputError(f"{len({e.where for e in errors})} items of {self.root or 'the embedded clips'} cannot be "
-                             f"used: {listed}{more}. `genmodels doctor data=...` lists them all, data.skip_bad=true "
-                             "leaves them out")
+            count = len({e.where for e in errors})
+            partial = ", data.allow_partial=true those without a file" * any(e.reason == MISSING for e in errors)
+            raise InputError(f"{count} item{'s' * (count > 1)} of {self.root or 'the embedded clips'} cannot be used: "
+                             f"{listed}{more}. `genmodels doctor data=...` lists them all, data.skip_bad=true leaves "
+                             f"them out{partial}")
         rows = _split(items, self.fractions, self.seed)
         longest = int(max(-(-item.recording.frames // self.multiple) for item in items)) * self.multiple
         length = longest if self._classes else None

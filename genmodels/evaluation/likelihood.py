@@ -291,7 +291,8 @@ def how(likelihood: Likelihood) -> str:
     if "noise" in made:
         words.append(f"mels with noise of width {made['noise']:g}")
     if "given" in made:
-        words.append(f"given the {made['given']}")
+        criterion = f"by {made['estimate']}, " if made["given"] == "mel" else ""  # a recogniser may have two
+        words.append(f"{criterion}given the {made['given']}")
     return ", ".join(words)
 
 

@@ -58,7 +58,7 @@ _HEARD = 20.0  # seconds of recordings recognised by default, three times: synth
 _VOCODED = "recordings' mels vocoded"
 _NO_PITCH = "it needs librosa: pip install 'genmodels[speech]'"
 _TEMPERATURES, _STEPS = (0.0, 0.333, 0.667, 1.0), (2, 4, 10, 20)  # of sweeps
-_PLAYED = 3  # texts whose sound is in the page
+_PLAYED, _WORST = 3, 5  # texts whose sound is in the page: the first, and of a recogniser those with the most errors
 
 
 def speech_of(state: EvaluationState) -> SpeechFigures:
@@ -126,16 +126,23 @@ def transcription_of(state: EvaluationState) -> Transcription:
             frames += int(batch.mask.sum())
         took = time.monotonic() - began
         pairs = [pairs[k] for k in sorted(pairs)]
-        return asdict(Transcription(
-            search=search, wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=[heard for _, heard in pairs],
-            curve=error_curve([character_edits(*pair) for pair in pairs], seed=request.seed),
-            real_time_factor=took / _seconds(frames, opened.spec), nbest=request.nbest,
-            oracle_wer=pooled(best).rate if request.nbest > 1 else None,
-        ))
+        edits = [character_edits(*pair) for pair in pairs]
+        worst = sorted(range(len(pairs)), key=lambda k: -edits[k].rate)[:_WORST]
+        shown = list(dict.fromkeys([*range(min(_PLAYED, len(pairs))), *worst]))
+        paths, rate = _recordings(opened, len(pairs)), opened.spec.mel["sample_rate"]
+        arrays = {f"sound_{k}": playable(read_wav(paths[k], rate)[0], rate) for k in shown} if paths else {}
+        said, heard = (list(texts) for texts in zip(*pairs, strict=True))
+        return {"arrays": arrays, "figures": asdict(Transcription(
+            search=search, wer=pooled(word_edits(*pair) for pair in pairs).rate, said=said, heard=heard, shown=shown,
+            curve=error_curve(edits, seed=request.seed), real_time_factor=took / _seconds(frames, opened.spec),
+            nbest=request.nbest, oracle_wer=pooled(best).rate if request.nbest > 1 else None,
+        ))}
 
     settings = {"search": search, "nbest": request.nbest, "lm_order": request.lm_order}
     settings |= {} if request.lm is None else {"lm": hashlib.sha256(located(request.lm).read_bytes()).hexdigest()}
-    found = state.once("transcription", settings, compute)
+    done = state.once("transcription", settings, compute)
+    state.arrays |= done["arrays"]
+    found = done["figures"]
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 

@@ -18,7 +18,7 @@ from genmodels.core.processes import averaged, gather, rank_world, set_whole, sh
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.core.tensors import event_size
-from genmodels.data.base import OfLightning
+from genmodels.data.base import DataModule, OfLightning
 from genmodels.models.build import options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
 
@@ -176,6 +176,9 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation on a large batch of training data, once, before the first step."""
+
+    def check_items(self, data: DataModule) -> None:
+        """Raise InputError for items that the model cannot learn from, before the first step."""
 
     @torch.no_grad()
     def start_from(self, other: GenerativeModel) -> None:

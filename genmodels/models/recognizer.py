@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -12,9 +14,10 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, check_number, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
-from genmodels.core.random import KeyedGenerator
+from genmodels.core.random import KeyedGenerator, uniform
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.data.utterances import characters, padded_tokens
+from genmodels.data.base import DataModule
+from genmodels.data.utterances import FLOOR, Utterances, characters, padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import NETWORKS, TARGET, altered, build, construct
 from genmodels.models.mels import MelUnits
@@ -26,6 +29,7 @@ from genmodels.speech.recognition import Edits, character_edits, pooled, word_ed
 from genmodels.speech.text import Symbols
 
 _SHOWN = 8  # texts written while training
+_NAMED = 5  # unusable items named by an error
 #: What `model.criterion=` may be.
 Criterion = Literal["ctc", "transducer", "attention", "joint"]
 
@@ -70,6 +74,8 @@ class Recognizer(GenerativeModel):
         mwer: length of the lists for minimum word error rate training, 0 for none; for models that are already trained,
             or with a small learning rate.
         mwer_keep: weight of the usual loss in it.
+        gain: decibels by which each clip is made louder or quieter in training, at most, at random; 0 for none. The
+            mels of one studio have one level, and a model of them alone fails on the same speech recorded at another.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
 
@@ -102,6 +108,7 @@ class Recognizer(GenerativeModel):
         sampled: float = 0.0,
         mwer: int = 0,
         mwer_keep: float = 0.01,
+        gain: float = 20.0,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
@@ -117,10 +124,11 @@ class Recognizer(GenerativeModel):
             if share != usual and not used:
                 raise InputError(f"model.{name} is not for model.criterion={criterion}")
         check_number("mwer_keep", mwer_keep, 0)
+        check_number("gain", gain, 0, 100)
         if mwer < 0 or mwer == 1:
             raise InputError(f"mwer is the length of a list, 2 or more, or 0 for none, got {mwer}")
         self.criterion, self.ctc_weight, self.smoothing, self.sampled = criterion, ctc_weight, smoothing, sampled
-        self.mwer, self.mwer_keep = mwer, mwer_keep
+        self.mwer, self.mwer_keep, self.gain = mwer, mwer_keep, gain
         self.units = MelUnits(spec, noise=0.0)
         self.symbols = Symbols(tuple(spec.text["symbols"]), blanks=False)
         if not isinstance(net, nn.Module):
@@ -168,6 +176,24 @@ class Recognizer(GenerativeModel):
         frames = torch.full_like(index, h.shape[2]) if mask is None else mask.sum((1, 2))
         return h, frames
 
+    def check_items(self, data: DataModule) -> None:
+        """Raise InputError for texts that have more characters than their mels have frames, by CTC."""
+        short, factor = [], self.core.net.subsampling
+        splits = [data.split(name) for name in ("train", "val")] if self.core.ctc is not None else []
+        for split in splits:
+            if not isinstance(split, Utterances):  # of shards the first such batch is named
+                continue
+            for item, frames in zip(split.items, (-(-split.frames() // factor)).tolist(), strict=True):
+                y = torch.tensor([self.symbols.encode(item.text)])
+                needed = int(least_frames(y, torch.tensor([y.shape[1]])))
+                if needed > frames:
+                    short.append(f"{item.name} ({needed} for {frames})")
+        if short:
+            more = f", and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
+            raise InputError(f"too many characters for CTC in {self.spec.name}, which needs 1 of {factor} frames for "
+                             f"each: {', '.join(short[:_NAMED])}{more}: "
+                             f"{'use model.net.subsampling=2, or ' if factor > 2 else ''}leave these clips out")
+
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """Nats per character; with `mwer` the expected number of wrong words plus `mwer_keep` times these.
 
@@ -175,7 +201,7 @@ class Recognizer(GenerativeModel):
             InputError: for a text that has more characters than its mel has frames, naming the item.
         """
         core, (y, counts) = self.core, characters(batch)
-        h, frames = self.encode(batch, core)
+        h, frames = self.encode(replace(batch, x=self._at_some_level(batch.x, generator)), core)
         parts: dict[str, Tensor] = {}
         if core.ctc is not None:
             self._require_room(batch, y, counts, frames)
@@ -193,6 +219,14 @@ class Recognizer(GenerativeModel):
             parts["wrong_words"] = self._expected_errors(batch, h, frames)
             total = parts["wrong_words"] + self.mwer_keep * total
         return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
+
+    def _at_some_level(self, x: Tensor, generator: KeyedGenerator) -> Tensor:
+        """Log-mels of the sounds times random factors, down to the floor, where silence stays."""
+        if self.gain == 0:
+            return x
+        drawn = uniform((len(x), 1, 1), generator.child("gain"), dtype=x.dtype, device=x.device)
+        louder = self.gain / 20 * math.log(10) * (2 * drawn - 1)
+        return torch.where(x > FLOOR + 1e-4, x + louder, x).clamp(min=FLOOR)
 
     @torch.no_grad()
     def _aligned(self, log_probs: Tensor, frames: Tensor, y: Tensor, counts: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from genmodels.speech.audio import MelConfig, log_mel, resample
 from genmodels.speech.decoding import LARGEST_BEAM, ByteLanguage, NGram, Search
 from genmodels.speech.text import in_form
 
+_FOREIGN = 0.1  # share of letters of a language model's text that are left out without a word
 #: The options of a search, in `transcribe` and in `evaluate`.
 SEARCH = ("beam", "lm", "lm_order", "lm_weight", "rescore", "length")
 
@@ -69,7 +71,8 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
     """A language model in the symbols of a recogniser: n-grams of the lines of a file, or a checkpoint of one.
 
     Raises:
-        InputError: for a file that cannot be read or has no text, and a checkpoint of another family.
+        InputError: for a file that cannot be read, has no text or that of another alphabet, and a checkpoint of another
+            family or alphabet.
     """
     path = located(file)
     if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
@@ -78,18 +81,28 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
             raise InputError(f"lm={file} holds {an(header['family'])}: train one by model=language_model data=text")
         table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
         with refusals():
-            return ByteLanguage(read.reader(), table, longest=read.spec.dims)
+            language = ByteLanguage(read.reader(), table, longest=read.spec.dims)
+        if (share := language.share()) < 2 * len(table) / 256:  # a model that knows nothing gives them half of that
+            raise InputError(f"lm={file} gives the characters of the recogniser {share:.0%} of its probability: train "
+                             "it on texts of the same language, with data.spoken=true, or for longer")
+        return language
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"lm={file} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 (byte {error.start})"
+        raise InputError(f"lm={file} cannot be read: {reason}") from None
     text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
     with refusals():
         form = text.get("form", "characters"), text["language"]
-        texts = [[number[c] - 1 for c in in_form(line, *form) if c in number] for line in lines
-                 if any(c.isalpha() for c in line)]
-        if not texts:
+        forms = [in_form(line, *form) for line in lines if any(c.isalpha() for c in line)]
+        letters = Counter(c for own in forms for c in own if c.isalpha())
+        foreign = [(c, n) for c, n in letters.most_common() if c not in number]
+        if not letters:
             raise InputError(f"lm={file} has no line with letters")
+        if sum(n for _, n in foreign) > _FOREIGN * letters.total():
+            raise InputError(f"lm={file}: {sum(n for _, n in foreign) / letters.total():.0%} of its letters, such as "
+                             f"{foreign[0][0]!r}, are none that the recogniser writes: give texts of its language")
+        texts = [[number[c] - 1 for c in own if c in number] for own in forms]
         return NGram(texts, len(number) - 1, order=order)
 
 

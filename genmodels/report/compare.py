@@ -135,6 +135,7 @@ SECTIONS: list[tuple[str, str, Callable]] = [
     ("table", "The table", likelihoods.main_table),
     ("samples", "Samples from the same seed", lambda table, models: _gallery(quality.samples(models))),
     ("sound", "Sound", lambda table, models: quality.sound(models)),
+    ("transcripts", "Transcripts", lambda table, models: quality.transcripts(models)),
     ("likelihood", "Likelihood of single items", _likelihoods),
     ("noise", "Bits by noise level", lambda table, models: _gallery(quality.by_noise_level(models))),
     ("layers", "Flows layer by layer", lambda table, models: quality.by_layer(models)),

@@ -64,7 +64,7 @@ def sound(models: list[Model]) -> list[Listing]:
     rows: dict[str, dict[str, Sound | str]] = {}
     for model in models:
         report = model.report
-        if report.data.mel is None:
+        if report.data.mel is None or report.transcription is not None:
             continue
         cond, names = model.array("samples_cond"), report.data.class_names
         for k in sorted(int(key.removeprefix("sound_")) for key in model.arrays if key.startswith("sound_")):
@@ -83,6 +83,23 @@ def sound(models: list[Model]) -> list[Listing]:
     columns = [model.name for model in models] + [_RECORDED]
     listed = [[words, *(row.get(column, "") for column in columns)] for words, row in rows.items()]
     return [Listing(["what is said", *columns], [(None, listed)], "Sound by Griffin-Lim, at most ten seconds")]
+
+
+def transcripts(models: list[Model]) -> list[Listing]:
+    """What recognisers hear in recordings: the first, and those with the most errors of any of them."""
+    models = [model for model in models if model.report.transcription is not None]
+    rows = {}
+    for k in dict.fromkeys(k for model in models for k in model.report.transcription.shown):
+        sounds = [(samples, model) for model in models if (samples := model.array(f"sound_{k}")) is not None]
+        said = models[0].report.transcription.said[k]
+        played = ""
+        if sounds:
+            samples, model = sounds[0]
+            played = Sound(sound_address(samples, model.report.data.mel["sample_rate"]), f"recording: {said}")
+        rows[k] = [str(k), played, said, *(model.report.transcription.heard[k] for model in models)]
+    columns = ["item", "recording", "said", *(model.name for model in models)]
+    title = "The first recordings, and those with the most errors for their length"
+    return [Listing(columns, [(None, list(rows.values()))], title)] if rows else []
 
 
 def _around(models: list[Model]) -> Field:

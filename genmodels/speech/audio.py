@@ -20,6 +20,7 @@ from genmodels.core.files import kind_of
 #: Sizes from here on mean an unknown length (a pipe), or one in another chunk (RF64).
 _UNKNOWN = 2**32 - 2**16
 #: The integer of full scale for each type of sample in a wav file.
+_SLOWEST = 1000  # samples a second
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
 
 
@@ -47,8 +48,15 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
             rate, samples = wavfile.read(path)
     except FileNotFoundError as error:
         raise AudioError(f"{path}: there is no such file") from error
-    except (ValueError, EOFError, OSError, struct.error, UnboundLocalError) as error:  # scipy's, for broken headers
-        raise AudioError(f"{path}: not a readable wav file ({error})") from error
+    except AudioError:
+        raise
+    except OSError as error:
+        raise AudioError(f"{path}: {error.strerror or error}") from error
+    except Exception as error:  # whatever scipy meets in a broken header
+        reason = error if isinstance(error, ValueError) else "its header is broken"
+        raise AudioError(f"{path}: not a readable wav file ({reason})") from error
+    if rate < _SLOWEST:
+        raise AudioError(f"{path}: {rate} samples a second are not those of a recording")
     scale = _FULL_SCALE.get(samples.dtype, 1.0)
     wave = samples.astype(np.float64)
     wave = (wave - (scale if samples.dtype == np.uint8 else 0.0)) / scale

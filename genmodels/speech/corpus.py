@@ -33,7 +33,7 @@ class Voice:
     Attributes:
         command: with {text} and {out}; the text is also passed by standard input.
         packages: of Debian, with the program and the voice.
-        licence: of the voice.
+        licence: a sentence on the licence of its sound.
     """
 
     command: tuple[str, ...]
@@ -41,17 +41,20 @@ class Voice:
     licence: str
 
 
+_CARNEGIE_MELLON = "Its licence is Carnegie Mellon University's, free for any use with its notice."
+
+
 def _flite(name: str) -> Voice:
     return Voice(("flite", "-voice", name, "-t", "{text}", "-o", "{out}"), "flite",
-                 "Carnegie Mellon University's, free for any use with its notice")
+                 _CARNEGIE_MELLON)
 
 
 VOICES = {
     **{name: _flite(name) for name in ("slt", "rms", "awb", "kal16")},
     "slt_hts": Voice(("text2wave", "-eval", "(voice_cmu_us_slt_arctic_hts)", "-o", "{out}"),
-                     "festival festvox-us-slt-hts", "Carnegie Mellon University's, free for any use with its notice"),
+                     "festival festvox-us-slt-hts", _CARNEGIE_MELLON),
     "espeak": Voice(("espeak-ng", "-v", "en-us", "-w", "{out}", "--stdin"), "espeak-ng",
-                    "of the program GPL 3, which does not extend to its sound"),
+                    "Its program is under the GPL 3, which does not extend to the sound."),
 }
 
 
@@ -76,20 +79,24 @@ def corpus(
     Returns the seconds of every clip, in the order of the rows.
 
     Raises:
-        InputError: for an unknown voice, a program that is not installed, a text that cannot be read, a folder with
-            clips of another voice.
+        InputError: for an unknown voice, a program that is not installed, a text without a letter that can be read, a
+            folder that lists clips of another voice or text.
         RunError: if the program fails, or gives no sound.
     """
     check_voice(voice)
-    with suppress(FileNotFoundError):
-        for row in (out / "metadata.csv").read_text(encoding="utf-8").splitlines():
-            if not row.startswith(f"{voice}-"):
-                raise InputError(f"{out} has clips that are not of voice={voice}, such as {row.split('|')[0]}: give "
-                                 "another out=")
     with refusals():
         written = [" ".join(text.replace("|", ", ").split()) for text in texts]
         rows = dict(zip(map(normalise, written), written, strict=True))
+    for said, text in rows.items():
+        if not any("a" <= c <= "z" for c in said.lower()):
+            raise InputError(f"there is no English letter in {text!r}: leave it out of the text")
     names = {said: f"{voice}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}" for said in rows}
+    with suppress(FileNotFoundError):
+        listed = (row.split("|")[0] for row in (out / "metadata.csv").read_text(encoding="utf-8").splitlines())
+        others = sorted(set(listed) - set(names.values()))
+        if others:
+            raise InputError(f"{out} lists {len(others)} clips of another voice or text, such as {others[0]}: give "
+                             "another out=")
     pool = ThreadPoolExecutor(workers)
     try:
         places = (out / "wavs" / f"{name}.wav" for name in names.values())

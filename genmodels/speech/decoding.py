@@ -136,6 +136,14 @@ class ByteLanguage:
         rows = self._of_classes(self._step(self._bytes(text), None)[0][1:])
         return sum(float(row[k]) for row, k in zip(rows, (*text, BLANK), strict=True))
 
+    def share(self) -> float:
+        """The mean probability of all classes among all bytes, along the likeliest text, character by character."""
+        text: list[int] = []
+        while len(text) < min(16, self._longest - 2):
+            text.append(1 + int(self.log_probs(text)[1:].argmax()))
+        rows = self._step(self._bytes(text), None)[0][-len(text) - 1 :]
+        return float(rows[:, self._table].double().exp().sum(1).mean())
+
     def _bytes(self, text: Sequence[int]) -> list[int]:
         return [self._table[k] for k in (BLANK, *text)][1 - self._longest :]
 

@@ -282,13 +282,16 @@ class Recognition:
 class Transcription:
     """Recognition of recordings: CER by length of the text and, last, over all; WER; transcripts.
 
-    `oracle_wer` is that of the best of `nbest` texts of the search.
+    `said` and `heard` are the texts of all recordings; `shown` are the numbers of those in the page. `oracle_wer` is
+    that of the best of `nbest` texts of the search.
     """
 
     search: str
     wer: float
     curve: list[ErrorBin]
+    said: list[str]
     heard: list[str]
+    shown: list[int]
     real_time_factor: float
     nbest: int = 1
     oracle_wer: float | None = None

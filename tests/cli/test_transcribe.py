@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.models.recognizer import Recognizer
 from genmodels.models.transcription import language_of
-from genmodels.speech.audio import log_mel, read_wav
+from genmodels.speech.audio import log_mel, read_wav, resample, write_wav
 from genmodels.speech.decoding import Search
 from genmodels.speech.recognition import pooled, word_edits
 from tests.cli.test_say import checkpoint
@@ -100,6 +101,9 @@ def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     torch.manual_seed(0)
     net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8}
     model = LanguageModel(DataSpec("text", (1, 64), levels=256, encoding="utf-8"), net=net, ema_decay=0.0)
+    write(model, tmp_path / "foreign.ckpt")
+    with torch.no_grad():
+        model.core.head.bias[ord("a") : ord("z")] += 3  # as if it had read English
     write(model, tmp_path / "lm.ckpt")
     words = ["transcribe", f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4"]
     found = []
@@ -115,6 +119,30 @@ def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     assert main([*words, f"lm={tmp_path}/lm.ckpt"]) == 0
     assert main([*words, f"lm={ckpt}/best.ckpt"]) == 2
     assert "holds a recognizer: train one by model=language_model" in capsys.readouterr().err
+    assert main([*words, f"lm={tmp_path}/foreign.ckpt"]) == 2
+    assert "gives the characters of the recogniser 14% of its probability: train it on texts" in capsys.readouterr().err
+
+
+def test_a_text_of_another_alphabet_is_no_language_model(ckpt, tmp_path, capsys):
+    words = ["transcribe", f"ckpt={ckpt}", FILES[0], "beam=2", f"lm={tmp_path}/book.txt"]
+    for text, share, first in (("\u043f\u0440\u0438\n", "100%", "\u043f"), ("so \u0434\u0430\n", "50%", "\u0434")):
+        (tmp_path / "book.txt").write_text(text, encoding="utf-8")
+        assert main(words) == 2
+        assert f"{share} of its letters, such as {first!r}, are none" in capsys.readouterr().err
+    (tmp_path / "book.txt").write_text("so it is, said \u0434\n", encoding="utf-8")  # a letter of a dozen
+    assert main(words) == 0
+
+
+def test_the_other_recordings_are_transcribed_where_one_cannot_be_read(ckpt, tmp_path, capsys):
+    (tmp_path / "cut.wav").write_bytes(Path(FILES[1]).read_bytes()[:999])
+    assert main(["transcribe", f"ckpt={ckpt}", "nowhere.wav", FILES[0], f"{tmp_path}/cut.wav"]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{FILES[0]}: ") and said.out.count("\n") == 1
+    assert "nowhere.wav: there is no such file; " in said.err and "cut.wav: truncated" in said.err
+    wave, rate = read_wav(FILES[0])
+    write_wav(tmp_path / "telephone.wav", resample(wave, rate, 8000), 8000)
+    assert main(["transcribe", f"ckpt={ckpt}", f"{tmp_path}/telephone.wav"]) == 0
+    assert "has 8,000 samples a second and no sound above 4,000 Hz" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, said", [

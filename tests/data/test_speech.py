@@ -88,7 +88,7 @@ def test_a_mel_is_computed_once_and_again_when_its_file_or_the_settings_change(t
 
 
 BAD = {
-    "missing": ("a text", None, "recordings are missing"),
+    "missing": ("a text", None, r"missing .*line 7\): there is no such file.*allow_partial=true"),
     "short": ("a", noise(300), "short .*300 samples are too few.*385"),
     "empty": ("a", noise(0), "there is no sound in it"),
     "fast": ("far too many words for so short a clip", noise(4000), "too fast: 77 tokens with blanks in 15 frames"),
@@ -104,11 +104,26 @@ def test_a_bad_item_is_named_before_training(tmp_path, name):
     root = ljspeech(tmp_path / "d", good() | {name: (text, samples)})
     with pytest.raises(InputError, match=reason):
         Speech(root=str(root), layout="ljspeech").prepare()
-    if samples is not None:
-        kept = Speech(root=str(root), layout="ljspeech", skip_bad=True).prepare()
-        assert sum(len(kept.split(s)) for s in ("train", "val", "test")) == 6
-        problems = Speech(root=str(root), layout="ljspeech").problems()
-        assert len(problems) == 1 and problems[0].startswith(f"{name} (metadata.csv, line 7)")
+    kept = Speech(root=str(root), layout="ljspeech", skip_bad=True).prepare()
+    assert sum(len(kept.split(s)) for s in ("train", "val", "test")) == 6
+    problems = Speech(root=str(root), layout="ljspeech").problems()
+    assert len(problems) == 1 and problems[0].startswith(f"{name} (metadata.csv, line 7)")
+
+
+def test_all_bad_items_of_a_list_are_found_at_once(tmp_path):
+    root = ljspeech(tmp_path / "d", good() | {name: row[:2] for name, row in BAD.items()})
+    (root / "wavs" / "g1.wav").write_bytes(b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\0\0\x22\x56\0\0" + bytes(8) +
+                                          b"data\4\0\0\0abcd")  # no channels
+    with open(root / "metadata.csv", "a") as file:
+        file.write("onlyaname\n")
+    problems = Speech(root=str(root), layout="ljspeech").problems()
+    assert len(problems) == len(BAD) + 2
+    assert any("not a readable wav file (its header is broken)" in line for line in problems if line.startswith("g1"))
+    assert problems[-1].startswith("onlyaname (metadata.csv, line 14): 1 field where id|text or")
+    kept = Speech(root=str(root), layout="ljspeech", skip_bad=True).prepare()
+    assert sum(len(kept.split(s)) for s in ("train", "val", "test")) == 5
+    with pytest.raises(InputError, match="2 items of .*missing .*onlyaname"):  # of the list alone, before any mel
+        Speech(root=str(root), layout="ljspeech").prepare()
 
 
 def test_wrong_rate_too_long_broken_header_and_unknown_symbols(tmp_path):
@@ -145,11 +160,14 @@ def rows_of(k: int) -> np.ndarray:
 
 def test_lists_with_the_wrong_number_of_fields(tmp_path):
     (tmp_path / "metadata.csv").write_text("a|b\nno fields here\n")
-    with pytest.raises(InputError, match=r"metadata.csv, line 2: 1 fields"):
-        read_clips("ljspeech", tmp_path)
-    (tmp_path / "list.txt").write_text('a.wav|he said "x"|anna\nb.wav|hello\nc.wav|hi|anna\n')
-    with pytest.raises(InputError, match="line 2: 2 fields, other lines have 3"):
-        read_clips("manifest", tmp_path / "list.txt")
+    (tmp_path / "list.txt").write_text('a.wav|he said "x"|anna\nb.wav|hello\nc.wav|hi|anna\n|hi|anna\n')
+    for name in "ac":
+        write(tmp_path / f"{name}.wav", noise(22050))
+    assert [clip.problem for clip in read_clips("ljspeech", tmp_path)][1].startswith("1 field where id|text")
+    first, wrong, third, nameless = read_clips("manifest", tmp_path / "list.txt")
+    assert first.problem is third.problem is None and first.speaker == "anna"
+    assert wrong.problem == "2 fields where path|text|speaker (as in most lines) is expected: 'b.wav|hello'"
+    assert nameless.where == " (list.txt, line 4)" and "is expected: '|hi|anna'" in nameless.problem
     with pytest.raises(InputError, match="does not exist"):
         read_clips("folder", tmp_path / "nowhere")
     with pytest.raises(InputError, match="data.root="):

@@ -178,7 +178,7 @@ def test_a_recogniser_says_what_it_heard_in_each_utterance(frame):
     counts = torch.tensor([n for n, _ in SIZES])
     nats = -torch.tensor([3.0, 30.0, 4.0, 40.0, 1.0])
     likelihood = Likelihood(nats, "exact", counts, 36, None, {}, torch.arange(len(SIZES)))
-    clerk = SimpleNamespace(opened=opened, once=frame.once, request=opened.request)
+    clerk = SimpleNamespace(opened=opened, once=frame.once, request=opened.request, arrays={})
     rows = audit(clerk, likelihood)
     assert [row.index for row in rows] == [3, 1, 2, 0, 4]
     # A mutant that takes transcripts in the order of the batches fails here.

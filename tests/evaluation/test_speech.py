@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from genmodels.data.clips import read_clips
 from genmodels.data.speech import Speech
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.features import Cache, key_of
 from genmodels.evaluation.report import Skipped, SpeechFigures, plain
+from genmodels.evaluation.samples import playable
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.recognizer import Recognizer
+from genmodels.report.quality import transcripts
 from genmodels.speech.alignment import Alignment
+from genmodels.speech.audio import read_wav
 from genmodels.speech.measures import compared_pitch
 
 COUNT = 3
@@ -251,3 +256,31 @@ def test_the_first_audio_of_a_stream_comes_before_the_end(data):
     waited, streamed = speech_stage._first_audio(own, batch, speech_stage._texts(batch, own.spec.text))
     assert streamed and 0 < waited < 60
     assert not speech_stage._first_audio(opened(data), batch, speech_stage._texts(batch, own.spec.text))[1]
+
+
+def test_a_recogniser_shows_the_first_recordings_and_the_worst(data, monkeypatch):
+    """Two transcripts of four are wrong, the worse one last; the page plays what was recorded."""
+    recognizer = Recognizer(data.spec, net={"channels": 8, "depth": 1, "heads": 2, "hidden": 8}).eval()
+    said = [item.text for item in data.split("test").items]
+    heard = [said[0], said[1][2:], said[2], said[3][::-1]]
+    by_length = {int(frames): text for frames, text in zip(data.split("test").frames(), heard, strict=True)}
+    monkeypatch.setattr(recognizer, "transcribe", lambda batch, how, weights: [
+        [by_length[int(n)]] for n in batch.mask.sum((1, 2))])
+    monkeypatch.setattr(recognizer, "written", lambda found: found)
+    monkeypatch.setattr(speech_stage, "_PLAYED", 1)
+    monkeypatch.setattr(speech_stage, "_WORST", 2)
+    own = Opened(None, recognizer, {}, data, Request(), 4)
+    state = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute: compute())
+    found = speech_stage.transcription_of(state)
+    assert (found.said, found.heard, found.shown) == (said, heard, [0, 3, 1])
+    places = {clip.text: clip.path for clip in read_clips("embedded", None) if clip.split == "test"}
+    recorded = [playable(read_wav(path)[0], 22050) for path in places.values()]
+    assert sorted(state.arrays) == ["sound_0", "sound_1", "sound_3"]
+    assert all(torch.equal(state.arrays[f"sound_{k}"], recorded[k]) for k in found.shown)
+    model = SimpleNamespace(report=SimpleNamespace(transcription=found, data=data.spec), name="recognizer",
+                            array=lambda name: state.arrays[name].numpy())
+    (listing,) = transcripts([model])
+    (_, rows), = listing.groups
+    assert [[row[0], row[2], row[3]] for row in rows] == [[str(k), said[k], heard[k]] for k in found.shown]
+    assert rows[0][1].description == f"recording: {said[0]}"
+    assert transcripts([SimpleNamespace(report=SimpleNamespace(transcription=None))]) == []

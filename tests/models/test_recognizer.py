@@ -12,10 +12,12 @@ from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import SamplingOptions
+from genmodels.data.speech import Speech
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.build import NETWORKS
 from genmodels.models.mels import alone
 from genmodels.models.recognizer import Recognizer, characters
+from genmodels.speech.audio import MelConfig, log_mel
 from genmodels.speech.decoding import Hypothesis, Search
 from genmodels.speech.text import Symbols
 from tests.models import texts
@@ -77,13 +79,53 @@ def test_an_encoder_that_sees_padding_is_noticed(monkeypatch):
 
 
 def test_the_likelihood_is_one_of_texts():
-    recognizer, whole = model(), texts.batch(SIZES)
+    recognizer, whole = model(gain=0.0), texts.batch(SIZES)
     found = recognizer.log_likelihood(whole)
     assert found.kind == "exact" and found.dims.tolist() == [3, 5, 2] and found.made["given"] == "mel"
     loss = recognizer.loss(whole, KeyedGenerator(0, whole.index, "train")).per_example
     torch.testing.assert_close(-found.nats / found.dims, loss.detach().double(), rtol=1e-4, atol=1e-5)
     assert found.mean_bits_per_dim() == pytest.approx(-float(found.nats.sum()) / 10 / math.log(2))
     assert recognizer.modelled.unit == "bits_per_character"
+
+
+def gain_error(recognizer: Recognizer) -> float:
+    """The largest difference of mels made louder or quieter in training from those of the scaled sound."""
+    wave = torch.randn(1, 6000, generator=torch.Generator().manual_seed(0)) * 0.05
+    wave[:, :2500] = 0  # stays silence, however loud
+    config = MelConfig(sample_rate=8000, n_fft=512, hop=128, f_max=4000)
+    x, keyed = log_mel(wave, config).expand(32, -1, -1), KeyedGenerator(0, torch.arange(32), "train")
+    found = recognizer._at_some_level(x, keyed)
+    gains = (found - x)[:, :, 30:].mean((1, 2))  # nats of each item's sound
+    largest = 0.1151293 * recognizer.gain  # nats
+    assert gains.abs().max() <= largest + 1e-5 and gains.std() == pytest.approx(largest / math.sqrt(3), rel=0.2)
+    assert torch.equal(found[:, :, :15], x[:, :, :15])
+    true = torch.cat([log_mel(wave * math.exp(gain), config) for gain in gains.tolist()])
+    return float((found - true)[:, :, 30:].abs().max())
+
+
+def test_training_hears_sounds_at_other_levels(monkeypatch):
+    recognizer, batch = model(gain=12.0), texts.batch(SIZES)
+    assert gain_error(recognizer) < 1e-2
+    keyed = KeyedGenerator(0, batch.index, "train")
+    assert not torch.equal(recognizer.loss(batch, keyed).per_example, model(gain=0.0).loss(batch, keyed).per_example)
+    with pytest.raises(InputError, match="gain must be"):
+        model(gain=-1.0)
+    monkeypatch.setattr("genmodels.models.recognizer.math.log", lambda x: 1.0)  # another base of decibels
+    with pytest.raises(AssertionError):
+        gain_error(recognizer)
+
+
+def test_texts_without_room_are_named_before_training():
+    data = Speech(root=None, blanks=False).prepare()
+    recognizer = Recognizer(data.spec, net={"channels": 8, "depth": 1, "heads": 2, "hidden": 8})
+    recognizer.check_items(data)
+    item = data.split("val").items[1]
+    long = item.text * 4
+    data.split("val").items[1] = replace(item, text=long)
+    with pytest.raises(InputError, match=rf"in speech, .* for each: {item.name} \(\d+ for \d+\): leave"):
+        recognizer.check_items(data)
+    spelt = Recognizer(data.spec, criterion="attention", net={"channels": 8, "depth": 1, "heads": 2, "hidden": 8})
+    spelt.check_items(data)  # needs no room
 
 
 def test_blanks_of_the_table_and_padding_are_no_characters():

@@ -57,6 +57,7 @@ def test_clips_are_kept_and_damaged_ones_made_again(tmp_path):
 
 @pytest.mark.parametrize(("texts", "name", "kind", "said"), [
     (["a"], "nobody", InputError, "voice must be one of"), (["---"], "fake", InputError, "has no letters"),
+    (["One.", "\u4f60\u597d"], "fake", InputError, "no English letter in '\u4f60\u597d'"),
     (["a"], "missing", InputError, "needs the program no-such-program: apt-get install nothing, or another voice"),
     (["fail"], "fake", RunError, "cannot read 'fail' with voice fake: exit code 1"),
     (["hush"], "fake", RunError, "its sound is silence"),
@@ -72,8 +73,9 @@ def test_rows_of_another_voice_are_not_lost(tmp_path, monkeypatch):
     corpus(tmp_path, TEXTS, "fake")
     before = (tmp_path / "metadata.csv").read_bytes()
     monkeypatch.setitem(VOICES, "other", VOICES["fake"])
-    with pytest.raises(InputError, match="has clips that are not of voice=other, such as fake-[0-9a-f]+: give another"):
-        corpus(tmp_path, TEXTS, "other")
+    for texts, voice in ((TEXTS, "other"), (TEXTS[:1], "fake"), (["Another text."], "fake")):
+        with pytest.raises(InputError, match="of another voice or text, such as fake-[0-9a-f]+: give another out="):
+            corpus(tmp_path, texts, voice)
     assert (tmp_path / "metadata.csv").read_bytes() == before
 
 
