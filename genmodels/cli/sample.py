@@ -123,7 +123,8 @@ def run(
         materials, lines = material(model, header, asked_of_text, ckpt_path, trust or [])
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
         synthesis |= {"weights": weights_of(ema)} | materials
-        print(*lines, *say(model, made, place, options | synthesis, **output), sep="\n")
+        own = named if materials else {}
+        print(*lines, *say(model, made, place, options | synthesis, item=own, of_item=materials, **output), sep="\n")
         return
     only = {"text_file": text_file, "stream": stream or None} | synthesis
     only |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}

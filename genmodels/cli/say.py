@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, check_number, refusals
-from genmodels.core.files import file_word, short_hash, write_text, write_whole
+from genmodels.core.files import file_word, read_text, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
@@ -34,7 +34,7 @@ from genmodels.speech.vocoder import FLOOR, VOCODERS, phases, sound_of, vocoder_
 
 def say(
     model, origin: dict, place: Path, options: dict, *, text_file: str | None, takes: int | None, out: str | None,
-    chunk: int | None,
+    chunk: int | None, item: dict | None = None, of_item: Collection[str] = (),
 ) -> list[str]:  # fmt: skip
     """Synthesise texts (by default the checkpoint's examples) and write the files; returns lines for the user.
 
@@ -47,6 +47,8 @@ def say(
         takes: of each text, one by default; of the examples, how many of them.
         out: the file or folder.
         chunk: frames of a chunk; None for all at once.
+        item: what is done with an item of the test split, for the names of files: `inpaint`, `mask`, `edit`.
+        of_item: the options that come from that item, and are not named.
 
     Raises:
         InputError: for texts that cannot be synthesised, or files that cannot be read.
@@ -58,11 +60,7 @@ def say(
         raise InputError("text and text_file: give only one of the two")
     texts = how.text
     if text_file is not None:
-        try:
-            lines = Path(text_file).read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"text_file={text_file} cannot be read: {error}") from None
-        texts = [line for line in lines if line.strip()]
+        texts = [line for line in read_text(text_file, "text_file").splitlines() if line.strip()]
     if texts is None:
         texts, takes = model.spec.text["examples"][:takes], 1
     texts = [texts] if isinstance(texts, str) else list(texts)
@@ -71,7 +69,8 @@ def say(
     if silent and how.vocoder != SynthesisOptions().vocoder:
         raise InputError(f"out={out} keeps mels, which no vocoder has a part in: leave out vocoder, or write .wav")
     # The name has all options, so that no other samples are overwritten.
-    given = {key: value for key, value in how.given().items() if key not in ("text", "seed", "known", "keep")}
+    given = {key: value for key, value in (item or {}).items() if value is not None}
+    given |= {key: value for key, value in how.given().items() if key not in (*_UNNAMED, *of_item)}
     given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
               if value != getattr(SynthesisOptions(), key)}
     stem = "_".join([place.stem, *(file_word(f"{key}-{value}") for key, value in given.items())])
@@ -104,6 +103,7 @@ def synthesis_options(model, options: dict) -> SynthesisOptions:
 
 
 _BATCH = 16  # sentences per batch
+_UNNAMED = ("text", "seed", "known", "keep")  # options that are not in the names of files, or in other words
 #: Sampling options recorded in files.
 _MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature", "rounds", "kept", "strength")
 

@@ -168,9 +168,11 @@ class DataSpec:
         Example:
             >>> DataSpec("digits", (1, 8, 8), levels=17).unit, DataSpec("plane", (2,)).unit
             ('bits_per_dim', 'nats')
+            >>> [DataSpec("text", (1, 9), levels=256, encoding=name).unit for name in ("ascii", "utf-8")]
+            ['bits_per_character', 'bits_per_byte']
         """
         if self.encoding is not None:
-            return "bits_per_character"
+            return "bits_per_byte" if self.encoding == "utf-8" else "bits_per_character"
         return "bits_per_dim" if self.levels is not None else "nats" if self.mel is None else "nats_per_dim"
 
     @property

@@ -22,6 +22,23 @@ from typing import Any
 from genmodels.core.errors import InputError, RunError
 
 
+def read_text(path: str | Path, key: str) -> str:
+    """The content of a text file in UTF-8.
+
+    Arguments:
+        path: the file.
+        key: the option that names it, for errors.
+
+    Raises:
+        InputError: for a file that cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 (byte {error.start})"
+        raise InputError(f"{key}={path} cannot be read: {reason}") from None
+
+
 def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None:
     """Write a file atomically: `path` holds either its old content or the new one, whatever happens in between.
 

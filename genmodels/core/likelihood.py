@@ -213,7 +213,8 @@ class Likelihood:
             S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
 
         Arguments:
-            unit: `nats` (per item), `nats_per_dim`, `bits_per_dim`, or `bits_per_character`, the same of bytes of text.
+            unit: `nats` (per item), `nats_per_dim`, `bits_per_dim`, or the same of text, `bits_per_character` or
+                `bits_per_byte`.
         """
         if len(self.nonfinite) or len(self) < 2:
             return None
@@ -225,7 +226,7 @@ class Likelihood:
         shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
         size = float(dims.mean())
         bits = size * math.log(2)
-        scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": bits, "bits_per_character": bits}[unit]
+        scale = {"nats": 1.0, "nats_per_dim": size}.get(unit, bits)
         return StandardError(math.sqrt(items) / scale, None if draws is None else math.sqrt(draws) / scale,
                              shared / scale)
 
@@ -338,7 +339,7 @@ def value_of(line: Mapping[str, Any]) -> tuple[str, float | None]:
         ('bits_per_character', 2.5)
     """
     name = {"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(line["unit"], line["unit"])
-    return name, line.get("bits_per_dim" if name == "bits_per_character" else name)
+    return name, line.get("bits_per_dim" if name.startswith("bits") else name)
 
 
 def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:

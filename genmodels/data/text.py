@@ -105,7 +105,8 @@ class TextFile(DataModule):
             step = self.stride if name == "train" else self.length
             x = part.unfold(0, self.length, step) if len(part) >= self.length else part[:0].view(0, self.length)
             splits[name] = TensorData(x[:, None])
-        return DataSpec("text", (1, self.length), levels=256, encoding="utf-8"), splits
+        encoding = "ascii" if read.max() < 128 else "utf-8"
+        return DataSpec("text", (1, self.length), levels=256, encoding=encoding), splits
 
     def _normal(self, read: bytes) -> bytes:
         lines = read.decode("utf-8-sig", errors="replace").splitlines()

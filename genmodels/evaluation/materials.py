@@ -13,7 +13,7 @@ from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, an
-from genmodels.core.files import kind_of
+from genmodels.core.files import kind_of, read_text
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.text import spelt
@@ -78,7 +78,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
         known, keep = template(known, mask, spec)
         what = f"bytes of {inpainted}"
     else:
-        keep, what = read_range(mask, known.shape[1], "mask"), f"frames of {inpainted}, but {mask}"
+        keep, what = read_range(mask, known.shape[1], "mask"), f"frames of {inpainted}, all but {mask}"
     return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
 
 
@@ -208,10 +208,7 @@ def _bytes_of(name: str, key: str) -> Tensor:
     """The bytes (1, L) of a text file, or of the text itself."""
     if not name.endswith(".txt"):
         return spelt(name)
-    try:
-        return spelt(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{key}: {name} cannot be read as text: {error}") from None
+    return spelt(read_text(name, key))
 
 
 def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key: str) -> Batch:
@@ -256,7 +253,7 @@ def read_mask(name: str, spec: DataSpec, key: str) -> Tensor:
 
 def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
     if not (spec.is_image and spec.levels):
-        raise InputError(f"{key}={path}: these data are no images; name an item of the test split by its number")
+        raise InputError(f"{key}={path}: a file is for models of images; name an item of the test split by its number")
     pixels = _pixels(path, spec, "L" if spec.event_shape[0] == 1 else "RGB", key).permute(2, 0, 1)
     return (pixels * ((spec.levels - 1) / 255)).round().to(torch.uint8)
 

@@ -31,8 +31,8 @@ ERRS = {
 _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
           "ode": (False, False)}
 #: Units of values, in words.
-UNITS = {"bits_per_dim": "bits/dim", "bits_per_character": "bits/character", "nats": "nats",
-         "nats_per_dim": "nats/dim"}
+UNITS = {"bits_per_dim": "bits/dim", "bits_per_character": "bits/character", "bits_per_byte": "bits/byte",
+         "nats": "nats", "nats_per_dim": "nats/dim"}
 #: Other scores of the likelihoods of items, by which two sets may be distinguished.
 SCORES = {"typicality": "by typicality", "less_complexity": "by likelihood less complexity"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,7 +12,7 @@ from torch.nn.functional import pad
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError, an, check_number, refusals
-from genmodels.core.files import located
+from genmodels.core.files import located, read_text
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.checkpoint import load_model
 from genmodels.models.recognizer import Recognizer
@@ -86,11 +85,7 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
             raise InputError(f"lm={file} gives the characters of the recogniser {share:.0%} of its probability: train "
                              "it on texts of the same language, with data.spoken=true, or for longer")
         return language
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 (byte {error.start})"
-        raise InputError(f"lm={file} cannot be read: {reason}") from None
+    lines = read_text(file, "lm").splitlines()
     text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
     with refusals():
         form = text.get("form", "characters"), text["language"]

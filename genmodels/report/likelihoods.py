@@ -212,7 +212,7 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
             inside, outside = model.array(found.inside), model.array(found.values)
             if inside is None or outside is None:
                 continue
-            bits = unit in ("bits/dim", "bits/character")
+            bits = unit.startswith("bits")
             values = [model.per_item(v)[0] if bits else -np.asarray(v, dtype=np.float64) for v in (inside, outside)]
             title = f"{model.name}: {own} against {name}"
             if found.auroc is not None:

@@ -148,7 +148,7 @@ class Model:
         """Costs of items and their unit: bits/dim of integers (of text per character), nats of continuous data."""
         if self.report.data.levels:
             dims = math.prod(self.report.data.event_shape)
-            unit = "bits/dim" if self.report.data.encoding is None else "bits/character"
+            unit = {None: "bits/dim", "utf-8": "bits/byte"}.get(self.report.data.encoding, "bits/character")
             return -np.asarray(nats, dtype=np.float64) / (dims * math.log(2)), unit
         return -np.asarray(nats, dtype=np.float64), "nats"
 

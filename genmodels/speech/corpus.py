@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 
 from genmodels.core.errors import InputError, RunError, one_of, progress_bar, refusals
-from genmodels.core.files import write_whole
+from genmodels.core.files import read_text, write_whole
 from genmodels.speech.audio import AudioError, read_wav, write_wav
 from genmodels.speech.text import normalise, sentences
 
@@ -151,11 +151,7 @@ def sentences_of(file: Path, longest: int = 100) -> list[str]:
     Raises:
         InputError: for a file that cannot be read, or has no letters.
     """
-    try:
-        whole = file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 (byte {error.start})"
-        raise InputError(f"text={file} cannot be read: {reason}") from None
+    whole = read_text(file, "text").strip()
     parts = re.split(r"\n\s*\n", whole) if re.search(r"\n\s*\n", whole) else whole.splitlines()
     found = [one for part in parts for one in sentences(" ".join(part.split()), longest)]
     found = [one for one in found if any(c.isalpha() for c in one)]

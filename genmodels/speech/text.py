@@ -43,6 +43,7 @@ _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|tho
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 #: Decades; the apostrophe of `'90s` stands for the century.
 _DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
+_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)\b")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
 
 
@@ -100,16 +101,19 @@ def _read_numbers(text: str, language: str) -> str:
 
     def number(match: re.Match) -> str:
         year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])
-        # Spaces separate the words from letters on either side.
-        return f" {words(match[0], 'year' if year else 'cardinal')} "
+        return f" {words(match[0], 'year' if year else 'cardinal')} "  # apart from letters on either side
 
     def decade(match: re.Match) -> str:
         spelt = words(match[1], "year") if match[1] else words(match[2])
         return f"{spelt[:-1]}ies" if spelt.endswith("y") else f"{spelt}s"
 
+    def clock(match: re.Match) -> str:
+        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0")
+        return f"{match[1]} {minutes}" if int(match[2]) else f"{match[1]} o'clock"
+
     text = _AMOUNT.sub(amount, text)
     if language.startswith("en"):
-        text = _DECADE.sub(decade, text)
+        text = _CLOCK.sub(clock, _DECADE.sub(decade, text))
     text = _ORDINAL.sub(lambda match: words(match[1], "ordinal"), text)
     return _NUMBER.sub(number, text)
 

@@ -337,11 +337,10 @@ def figures_of(model: GenerativeModel) -> dict[str, str]:
 
 def _figure(model: GenerativeModel, name: str) -> str:
     value, found = model.figures[name], model.validated
-    units = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim", "val/bits_per_dim": "bits_per_dim",
-             "val/bits_per_character": "bits_per_character"}
-    if found is None or name not in units:
+    unit = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim"}.get(name, name.removeprefix("val/"))
+    if found is None or not unit.startswith(("nats", "bits_per")):
         return f"{value:.4f}"
-    error = found.standard_error(units[name])
+    error = found.standard_error(unit)
     return f"{found.mark} {with_error(value, None if error is None else error.total)}"
 
 

@@ -25,7 +25,9 @@ def test_splits_follow_one_another_without_a_byte_in_common(file, stride):
     for name, x in found.items():
         wanted = torch.tensor([[(k + i) % 251 for i in range(16)] for k in begins[name]])
         assert x.dtype == torch.uint8 and torch.equal(x[:, 0].long(), wanted)
-    assert data.spec.encoding == "utf-8" and data.spec.levels == 256 and data.spec.unit == "bits_per_character"
+    assert data.spec.encoding == "utf-8" and data.spec.levels == 256 and data.spec.unit == "bits_per_byte"
+    file.write_bytes(bytes(k % 128 for k in range(1000)))
+    assert TextFile(file=str(file), length=16).prepare().spec.unit == "bits_per_character"
 
 
 def test_bytes_that_are_no_text_are_shown_all_the_same():

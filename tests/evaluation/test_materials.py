@@ -52,7 +52,7 @@ def test_errors_name_the_key(tmp_path):
         read_items(["nowhere.png"], None, SPEC, "inpaint")
     with pytest.raises(ValueError, match="is not a picture"):
         read_items([str(tmp_path / "text.png")], None, SPEC, "edit")
-    with pytest.raises(ValueError, match="no images"):
+    with pytest.raises(ValueError, match="a file is for models of images"):
         read_items(["a.png"], None, DataSpec("v", (2,), levels=None), "edit")
     with pytest.raises(ValueError, match="nothing is left to draw"):
         read_mask(str(tmp_path / "white.png"), SPEC, "mask")

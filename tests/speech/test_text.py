@@ -118,6 +118,7 @@ READINGS = {
     "130 men": "one hundred thirty men",
     "about 1455,": "about fourteen fifty-five,",
     "in 1906.": "in nineteen oh-six.",
+    "at 10:30, 9:05, 7:10 or 12:00": "at ten thirty, nine oh five, seven ten or twelve o'clock",
     "the 1990s, '90s and 80s": "the nineteen nineties, nineties and eighties",
     "1900s, 2010s, mid-1840s": "nineteen hundreds, twenty tens, mid-eighteen forties",
     "0.80s and 747s": "zero point eight s and seven hundred forty-seven s",
