@@ -117,12 +117,12 @@ class Recognizer(GenerativeModel):
         if spec.text is None:
             raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
         one_of("criterion", criterion, get_args(Criterion))
-        decodes = criterion in ("attention", "joint")
-        for name, share, usual, used in (("ctc_weight", ctc_weight, 0.3, criterion == "joint"),
-                                         ("smoothing", smoothing, 0.1, decodes), ("sampled", sampled, 0.0, decodes)):
+        spells = ("attention", "joint")
+        for name, share, usual, uses in (("ctc_weight", ctc_weight, 0.3, ("joint",)),
+                                         ("smoothing", smoothing, 0.1, spells), ("sampled", sampled, 0.0, spells)):
             check_number(name, share, 0, 1)
-            if share != usual and not used:
-                raise InputError(f"model.{name} is not for model.criterion={criterion}")
+            if share != usual and criterion not in uses:
+                raise InputError(f"model.{name} is for model.criterion={' or '.join(uses)}, not {criterion}")
         check_number("mwer_keep", mwer_keep, 0)
         check_number("gain", gain, 0, 100)
         if mwer < 0 or mwer == 1:
@@ -139,10 +139,11 @@ class Recognizer(GenerativeModel):
         sizes = (net.channels, len(self.symbols) - 1)
         ctc = CTC(*sizes) if criterion in ("ctc", "joint") else None
         made = {}
-        for name, kind, given, used in (("transducer", Transducer, transducer, criterion == "transducer"),
-                                        ("decoder", AttentionDecoder, decoder, criterion in ("attention", "joint"))):
+        for name, kind, given, uses in (("transducer", Transducer, transducer, ("transducer",)),
+                                        ("decoder", AttentionDecoder, decoder, spells)):
+            used = criterion in uses
             if not used and (isinstance(given, nn.Module) or given and altered(kind, given)):
-                raise InputError(f"model.{name} is not for model.criterion={criterion}")
+                raise InputError(f"model.{name} is for model.criterion={' or '.join(uses)}, not {criterion}")
             own = given if isinstance(given, nn.Module) else construct(kind, *sizes, **(given or {})) if used else None
             made[name] = own
         if made["decoder"] is not None and made["decoder"].delay is not None and ctc is None:
