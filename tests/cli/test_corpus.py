@@ -19,7 +19,7 @@ def test_a_text_becomes_a_corpus(tmp_path, capsys, monkeypatch):
     for _ in range(2):  # the second time everything is there
         assert main(words) == 0
         said = capsys.readouterr().out
-        assert said.startswith(f"2 clips in {out}, 0.00 hours by voice rms") and "the licence" in said
+        assert said.startswith(f"2 clips in {out}, 0.0 minutes by voice rms") and "the licence" in said
 
 
 @pytest.mark.parametrize(("words", "said"), [
