@@ -166,6 +166,8 @@ def with_files(words: list[str]) -> list[str]:
     names = [word for word in words if "=" not in word or Path(word).is_file()]
     if not names:
         return words
+    if any(word.startswith("files=") for word in words):
+        raise InputError(f"{names[0]} is named beside files=: name all files in one of the two ways")
     return [*(word for word in words if word not in names), f"files=[{','.join(map(quoted, names))}]"]
 
 

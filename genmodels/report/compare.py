@@ -320,6 +320,8 @@ def _keep_fuller(target: Path, stages: set[str]) -> list[str]:
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
     """The file of each report; reports that would share a file are numbered."""
+    if several and out is not None and Path(out).suffix in (".json", ".html", ".csv"):
+        raise InputError(f"out={out}: the reports of several checkpoints are a folder: leave out {Path(out).suffix}")
     targets: list[Path] = []
     for one in opened:
         evaluated = one.items if one.limited else None

@@ -149,6 +149,7 @@ def test_the_other_recordings_are_transcribed_where_one_cannot_be_read(ckpt, tmp
     ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
     ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
+    ([FILES[0], "files=[a.wav]"], "is named beside files="),
     ([FILES[0], "rescore=true"], "give lm= too"), ([FILES[0], "lm_order=3", "beam=2"], "lm_order=3 is for a language"),
     ([FILES[0], "lm=book.txt", "beam=2", "lm_weight=-1"], "lm_weight must be a finite number from 0"),
     ([FILES[0], "batch_size=0"], "batch_size must be a finite number from 1"),

@@ -262,10 +262,10 @@ def test_what_makes_no_sense_is_refused():
         model().draw(SamplingOptions())
     with pytest.raises(InputError, match="by=attention: this model has criterion=ctc"):
         model().log_likelihood(texts.batch(SIZES), by="attention")
-    for options, said in (({"criterion": "ctc", "decoder": {"hidden": 8}}, "model.decoder is for model.criterion=attention or joint, not"),
+    for options, said in (({"criterion": "ctc", "decoder": {"hidden": 8}}, "model.decoder is for"),
                           ({"criterion": "attention", "decoder": {"delay": 2}}, "needs triggers"),
                           ({"mwer": 1}, "2 or more"), ({"sampled": 1.5}, "from 0 to 1"),
                           ({"smoothing": 0.2}, "model.smoothing is for model.criterion=attention or joint, not ctc"),
-                          ({"criterion": "attention", "ctc_weight": 0.5}, "model.ctc_weight is for model.criterion=joint, not attention")):
+                          ({"criterion": "attention", "ctc_weight": 0.5}, "ctc_weight is for model.criterion=joint")):
         with pytest.raises(InputError, match=said):
             Recognizer(texts.spec(), **options)
