@@ -452,7 +452,7 @@ BAD = [
     ("ckpt=FLOW proofs=full", 2, "did you mean 'checks'"),
     ("ckpt=FLOW rank=all", 2, "across"),
     ("ckpt=FLOW seed=x", 2, "seed must be an integer"),
-    ("ckpt=[FLOW,ENERGY] out=a.json", 2, "out=a.json: the reports of several checkpoints are a folder: leave out .json"),
+    ("ckpt=[FLOW,ENERGY] out=a.json", 2, "the reports of several checkpoints are a folder: leave out .json"),
     ("ckpt=[FLOW,DIGITS] stages=[likelihood]", 2, "cannot stand in one table: their data name differ"),
     ("ckpt=DIGITS data._target_=genmodels.data.toy.Toy", 2, "event_shape is (2,), the model was built for (1, 8, 8)"),
     ("ckpt=DIGITS sampler=ddim stages=[fidelity]", 2, "sampler is for models with several samplers"),
