@@ -86,7 +86,9 @@ def say(
     hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
     seconds, took = sum(one.mel.shape[1] for one in found) * hop / rate, time.monotonic() - begun
     what = "mels" if chunk is None or silent else "mels and sound"
-    lines = [f"{what} of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
+    whose = f", by the first speaker, {model.spec.speakers[0]}" if model.spec.speakers and how.cond is None else ""
+    factor = f"real-time factor {took / seconds:.3f}, {model.device}"
+    lines = [f"{what} of {seconds:.2f} s in {took:.2f} s ({factor}){whose}"]
     return lines + times + [line for one, target in zip(found, places, strict=True)
                             for line in write_utterance(one, model.spec, target, how, origin, vocoder)]
 

@@ -339,13 +339,17 @@ def test_sound_in_pieces_is_sound_at_once(one_voice):
         torch.testing.assert_close(one.wave, sound_of(one.mel, vocoder, 5), atol=1e-3, rtol=1e-3)
 
 
-def test_seconds_speed_durations_and_speakers():
+def test_seconds_speed_durations_and_speakers(tmp_path):
     voices = untrained(("anna", "ben"))
     for how in (SynthesisOptions(speed=0.5, cond="ben"), SynthesisOptions(seconds=1.0, temperature=0.0)):
         whole = synthesise(voices, ["One cab. Two red cabs!"], how)
         pieces, _ = stream_texts(voices, ["One cab. Two red cabs!"], how, GriffinLim(iterations=1), chunk=16)
         same(pieces, whole)
     assert len(pieces[0].wave) == 22050
+    words = {"takes": None, "chunk": None, "text_file": None, "out": f"{tmp_path}/a.npz"}
+    for model, options, first in ((voices, {}, True), (voices, {"cond": "ben"}, False), (untrained(), {}, False)):
+        line = say(model, {}, tmp_path, {"text": "One cab.", **options}, **words)[0]
+        assert line.endswith(", by the first speaker, anna") == first
     said = synthesise(voices, TEXTS, SynthesisOptions())
     given = [[d + 1 for d in part[2]] for one in said for part in one.parts]
     pieces, _ = stream_texts(voices, TEXTS, SynthesisOptions(durations=given), None)
