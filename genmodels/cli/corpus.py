@@ -42,5 +42,6 @@ def run(
     seconds = corpus(folder, texts, voice, workers=workers, progress=progress)
     minutes = sum(seconds) / 60
     length = f"{minutes / 60:.2f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
-    print(f"{len(seconds):,} clips in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
+    clips = f"{len(seconds):,} clip{'s' * (len(seconds) != 1)}"
+    print(f"{clips} in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
     print(f"train:    genmodels train experiment=glow_tts_corpus data.root={folder}")

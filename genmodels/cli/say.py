@@ -19,7 +19,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, check_number, refusals
-from genmodels.core.files import file_word, read_text, short_hash, write_text, write_whole
+from genmodels.core.files import file_word, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
@@ -60,7 +60,7 @@ def say(
         raise InputError("text and text_file: give only one of the two")
     texts = how.text
     if text_file is not None:
-        texts = [line for line in read_text(text_file, "text_file").splitlines() if line.strip()]
+        texts = TextReader(model.spec, how.on_unknown).lines_of(text_file)
     if texts is None:
         texts, takes = model.spec.text["examples"][:takes], 1
     texts = [texts] if isinstance(texts, str) else list(texts)

@@ -173,6 +173,10 @@ def recorded(name: str, mel: dict) -> Batch:
         if rate / 2 < 0.9 * config.f_max:
             warnings.warn(f"{name} has {rate:,} samples a second and no sound above {rate // 2:,} Hz, which the "
                           f"recogniser hears up to {config.f_max:,.0f} Hz", stacklevel=2)
-        return Batch(log_mel(resample(wave, rate, config.sample_rate), config)[None].float())
+        heard = resample(wave, rate, config.sample_rate)
+        if len(heard) < config.shortest:
+            raise InputError(f"{name}: {len(wave) / rate:.3f} s of sound are too short, a mel takes "
+                             f"{config.shortest / config.sample_rate:.3f} s")
+        return Batch(log_mel(heard, config)[None].float())
     except (AudioError, ValueError) as error:
         raise InputError(f"{error}" if name in str(error) else f"{name}: {error}") from error

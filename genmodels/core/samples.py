@@ -178,7 +178,8 @@ def require_partners(given: Mapping[str, Any]) -> None:
     """
     for key, partners in _PARTNERS.items():
         if given.get(key) is not None and all(given.get(partner) is None for partner in partners):
-            raise InputError(f"{key}={given[key]} needs {'= or '.join(partners)}=: give both")
+            both = "both" if len(partners) == 1 else f"{key} and one of them"
+            raise InputError(f"{key}={given[key]} needs {'= or '.join(partners)}=: give {both}")
 
 
 #: The default number of samples.

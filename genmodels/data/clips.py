@@ -103,7 +103,7 @@ def ljspeech(root: Path) -> list[Clip]:
     folder = root / "wavs" if (root / "wavs").is_dir() else root
     found = []
     for number, fields in _rows(root / "metadata.csv"):
-        where = f"{fields[0]} (metadata.csv, line {number})"
+        where = f"{fields[0].strip() or 'no name'} (metadata.csv, line {number})"
         problem = _wrong(fields, (2, 3), "id|text or id|text|text in words")
         if problem is not None:
             found.append(Clip(root / "metadata.csv", where, problem=problem))
@@ -119,7 +119,7 @@ def manifest(root: Path) -> list[Clip]:
     usual = Counter(len(fields) for _, fields in rows if len(fields) in (2, 3)).most_common(1)
     form = "path|text (as in most lines)" if usual and usual[0][0] == 2 else "path|text|speaker (as in most lines)"
     for number, fields in rows:
-        where = f"{fields[0]} ({root.name}, line {number})"
+        where = f"{fields[0].strip() or 'no name'} ({root.name}, line {number})"
         problem = _wrong(fields, (usual[0][0],) if usual else (), form)
         speaker = fields[2].strip() if len(fields) == 3 else None
         found.append(Clip(root, where, problem=problem) if problem is not None else
@@ -208,6 +208,8 @@ def _wrong(fields: list[str], numbers: tuple[int, ...], form: str) -> str | None
     """What is wrong with a row that should have one of these numbers of fields and a name, or None."""
     if len(fields) in numbers and fields[0].strip():
         return None
+    if len(fields) in numbers:
+        return "its first field, which names the recording, is empty"
     return f"{len(fields)} field{'s' * (len(fields) != 1)} where {form} is expected: {'|'.join(fields)[:80]!r}"
 
 

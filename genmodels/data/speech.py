@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, progress_bar, require_known
+from genmodels.core.errors import InputError, progress_bar, refusals, require_known
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
@@ -43,6 +44,17 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
+
+
+def amount_of(findings: list[Finding]) -> str:
+    """How many items some findings are about.
+
+    Example:
+        >>> amount_of([Finding("a.wav", "clipped"), Finding("a.wav", "silent")])
+        '1 item'
+    """
+    count = len({finding.where for finding in findings})
+    return f"{count} item{'s' * (count != 1)}"
 
 
 def read_utterance(
@@ -116,6 +128,9 @@ def _read_text(clip: Clip, symbols: Symbols, form: TextForm, language: str, note
             note("characters without a symbol are left out: " + ", ".join(f"{c!r} x {n}" for c, n in unknown.items()),
                  False)
             text = " ".join("".join(c for c in text if c not in unknown).split())
+            if not any(c.isalpha() for c in text):
+                note("no letter of its text has a symbol")
+                return "", []
         return text, symbols.encode(text)
     except UnknownSymbol as error:
         note(str(error).replace("on_unknown", "data.on_unknown"))
@@ -249,6 +264,9 @@ class Speech(DataModule):
             return [], wrong
         self.speakers = self._speakers(clips)
         labels = sorted({clip.label for clip in clips if clip.label is not None})
+        if not labels:
+            with refusals():
+                in_form("a", self.form, self.language)  # a missing program is no fault of the items
         files, usable, findings = MelFiles(self.mel), [], []
         limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language,
                   "form": self.form}
@@ -272,11 +290,13 @@ class Speech(DataModule):
         if errors and not (self.skip_bad and items):
             listed = "; ".join(map(str, errors[:_NAMED]))
             more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
-            count = len({e.where for e in errors})
+            where = f"{amount_of(errors)} of {self.root or 'the embedded clips'}"
+            unread = "" if self.skip_bad or items else " (by its list alone, no recording was read)"
             partial = ", data.allow_partial=true those without a file" * any(e.reason == MISSING for e in errors)
-            raise InputError(f"{count} item{'s' * (count > 1)} of {self.root or 'the embedded clips'} cannot be used: "
-                             f"{listed}{more}. `genmodels doctor data=...` lists them all, data.skip_bad=true leaves "
-                             f"them out{partial}")
+            raise InputError(f"{where} cannot be used{unread}: {listed}{more}. `genmodels doctor data=...` lists all, "
+                             f"data.skip_bad=true leaves them out{partial}")
+        if errors:
+            warnings.warn(f"left out {amount_of(errors)} of {self.root}, such as {errors[0]}", stacklevel=2)
         rows = _split(items, self.fractions, self.seed)
         longest = int(max(-(-item.recording.frames // self.multiple) for item in items)) * self.multiple
         length = longest if self._classes else None

@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, at_least, refusals
+from genmodels.core.files import read_text
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
@@ -23,7 +24,7 @@ from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
 from genmodels.models.optimizer import Optimizer
 from genmodels.speech.alignment import forward_sum
 from genmodels.speech.glow_tts import Aligned
-from genmodels.speech.text import Symbols, factors_of, in_form, without_marks
+from genmodels.speech.text import Symbols, factors_of, in_form, phrases, without_marks
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
@@ -103,6 +104,22 @@ class TextReader:
             raise InputError(f"the text {text!r} has no letters that this model was trained on")
         with refusals():
             return self.symbols.encode(normal)
+
+    def lines_of(self, file: str) -> list[str]:
+        """The texts of a file, one in each line.
+
+        Raises:
+            InputError: for a file that cannot be read, and for a text, with its line.
+        """
+        found = [(number, line) for number, line in enumerate(read_text(file, "text_file").splitlines(), 1)
+                 if line.strip()]
+        for number, line in found:
+            try:
+                for part, _ in phrases(line, 0.0):
+                    self.tokens(part)
+            except InputError as error:
+                raise InputError(f"{file}, line {number}: {error}") from None
+        return [line for _, line in found]
 
     def stretch(self, texts: Sequence[str]) -> Tensor | None:
         """Factors (B, N) on the length of each token from marks `[slow]...[/slow]`; None for texts without marks.

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import unicodedata
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -95,8 +97,8 @@ def corpus(
         listed = (row.split("|")[0] for row in (out / "metadata.csv").read_text(encoding="utf-8").splitlines())
         others = sorted(set(listed) - set(names.values()))
         if others:
-            raise InputError(f"{out} lists {len(others)} clips of another voice or text, such as {others[0]}: give "
-                             "another out=")
+            raise InputError(f"{out} lists {len(others)} clips that are not of this voice and these texts, such as "
+                             f"{others[0]}: give another out=, or no smaller n=")
     pool = ThreadPoolExecutor(workers)
     try:
         places = (out / "wavs" / f"{name}.wav" for name in names.values())
@@ -155,9 +157,13 @@ def sentences_of(file: Path, longest: int = 100) -> list[str]:
     parts = re.split(r"\n\s*\n", whole) if re.search(r"\n\s*\n", whole) else whole.splitlines()
     found = [one for part in parts for one in sentences(" ".join(part.split()), longest)]
     found = [one for one in found if any(c.isalpha() for c in one)]
-    if not found:
-        raise InputError(f"text={file} has no sentences")
-    return found
+    foreign = [one for one in found if not re.search("[a-z]", unicodedata.normalize("NFKD", one.lower()))]
+    if len(foreign) == len(found):
+        raise InputError(f"text={file} has no sentences in the Latin alphabet")
+    if foreign:
+        warnings.warn(f"left out {len(foreign)} of {len(found)} sentences without a Latin letter, such as "
+                      f"{foreign[0]!r}", stacklevel=2)
+    return [one for one in found if one not in foreign]
 
 
 def default_sentences(n: int) -> list[str]:

@@ -33,7 +33,7 @@ _ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 #: Abbreviations that stand before a name or a number, and so never at the end of a sentence.
-_TITLES = ("mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs")
+_TITLES = ("mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
 _SENTENCE_END = re.compile(
     r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES) + r"(?!(?<=\bno\.)\s+\d)\s+", re.IGNORECASE)
 

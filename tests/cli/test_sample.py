@@ -100,7 +100,7 @@ def test_the_way_between_two_items(folder):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"inpaint": 3}, "inpaint=3 needs mask= or text=: give both"),
+        ({"inpaint": 3}, "inpaint=3 needs mask= or text=: give inpaint and one of them"),
         ({"mask": "mask.png"}, "mask=mask.png needs inpaint="),
         ({"strength": 0.5}, "strength=0.5 needs edit="),
         ({"rounds": 5}, "rounds=5 needs inpaint="),

@@ -281,6 +281,10 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
     for right in ("[1, 2]", "[[1, 2]]", '{"sentences": [{"durations": [1, 2]}]}'):
         (tmp_path / "d.json").write_text(right)
         assert read_durations(tmp_path / "d.json") == [[1, 2]]
+    (tmp_path / "texts.txt").write_text("One cab.\n\nTwo @ home.\n")
+    words = {"takes": None, "chunk": None, "text_file": f"{tmp_path}/texts.txt", "out": None}
+    with pytest.raises(InputError, match=r"texts.txt, line 3: character '@'"):
+        say(model, {}, tmp_path, {}, **words)
     for out, options, said in (("a.wav", {}, "give a folder"), ("a.mp3", {}, "end it in .wav"),
                                ("a.npz", {"vocoder": "hifigan"}, "leave out vocoder")):
         words = {"takes": None, "chunk": None, "text_file": None, "out": f"{tmp_path}/{out}"}

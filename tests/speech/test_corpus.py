@@ -74,7 +74,7 @@ def test_rows_of_another_voice_are_not_lost(tmp_path, monkeypatch):
     before = (tmp_path / "metadata.csv").read_bytes()
     monkeypatch.setitem(VOICES, "other", VOICES["fake"])
     for texts, voice in ((TEXTS, "other"), (TEXTS[:1], "fake"), (["Another text."], "fake")):
-        with pytest.raises(InputError, match="of another voice or text, such as fake-[0-9a-f]+: give another out="):
+        with pytest.raises(InputError, match="not of this voice and these texts, such as fake-[0-9a-f]+: give"):
             corpus(tmp_path, texts, voice)
     assert (tmp_path / "metadata.csv").read_bytes() == before
 
@@ -92,7 +92,11 @@ def test_sentences_of_a_file(tmp_path):
     assert sentences_of(file) == ["One line of a book.", "And more.", "The end."]
     file.write_text("A list\nof three\nlines.\n")
     assert sentences_of(file) == ["A list", "of three", "lines."]
-    for content, said in ((b"\n***\n", "has no sentences"), (b"\xff\xfe", "is not UTF-8")):
+    file.write_text("One.\n\u4f60\u597d\nTwo.\n", encoding="utf-8")
+    with pytest.warns(UserWarning, match="left out 1 of 3 sentences without a Latin letter, such as '\u4f60\u597d'"):
+        assert sentences_of(file) == ["One.", "Two."]
+    for content, said in ((b"\n***\n", "has no sentences"), ("\u4f60\u597d".encode(), "no sentences in the Latin"),
+                          (b"\xff\xfe", "is not UTF-8")):
         file.write_bytes(content)
         with pytest.raises(InputError, match=said):
             sentences_of(file)
