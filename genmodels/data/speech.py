@@ -253,7 +253,7 @@ class Speech(DataModule):
         """All usable items and the findings about all items; missing mels are computed.
 
         Arguments:
-            stop: read no recording if the list alone shows items that cannot be used.
+            stop: raise an error if the list alone shows items that cannot be used, before any recording is read.
 
         Raises:
             InputError: for problems of the whole data set.
@@ -261,7 +261,7 @@ class Speech(DataModule):
         clips = read_clips(self.layout, self.root, allow_partial=self.allow_partial)
         wrong = [Finding(clip.where, clip.problem) for clip in clips if clip.problem is not None]
         if wrong and stop:
-            return [], wrong
+            raise self._unusable(wrong, " (by its list alone, no recording was read)")
         self.speakers = self._speakers(clips)
         labels = sorted({clip.label for clip in clips if clip.label is not None})
         if not labels:
@@ -283,18 +283,20 @@ class Speech(DataModule):
             return list(self.speakers)
         return sorted({clip.speaker for clip in clips if clip.speaker is not None and clip.label is None})
 
+    def _unusable(self, errors: list[Finding], how: str = "") -> InputError:
+        listed = "; ".join(map(str, errors[:_NAMED]))
+        more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
+        partial = ", data.allow_partial=true those without a file" * any(e.reason == MISSING for e in errors)
+        return InputError(f"{amount_of(errors)} of {self.root or 'the embedded clips'} cannot be used{how}: "
+                          f"{listed}{more}. `genmodels doctor data=...` lists all, data.skip_bad=true leaves them out"
+                          f"{partial}")
+
     def load(self):
         """Read all items, stop at unusable ones (unless `skip_bad`), split the rest."""
         items, findings = self.examine(stop=not self.skip_bad)
         errors = [finding for finding in findings if finding.is_error]
         if errors and not (self.skip_bad and items):
-            listed = "; ".join(map(str, errors[:_NAMED]))
-            more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
-            where = f"{amount_of(errors)} of {self.root or 'the embedded clips'}"
-            unread = "" if self.skip_bad or items else " (by its list alone, no recording was read)"
-            partial = ", data.allow_partial=true those without a file" * any(e.reason == MISSING for e in errors)
-            raise InputError(f"{where} cannot be used{unread}: {listed}{more}. `genmodels doctor data=...` lists all, "
-                             f"data.skip_bad=true leaves them out{partial}")
+            raise self._unusable(errors)
         if errors:
             warnings.warn(f"left out {amount_of(errors)} of {self.root}, such as {errors[0]}", stacklevel=2)
         rows = _split(items, self.fractions, self.seed)

@@ -94,8 +94,9 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
         foreign = [(c, n) for c, n in letters.most_common() if c not in number]
         if not letters:
             raise InputError(f"lm={file} has no line with letters")
-        if sum(n for _, n in foreign) > _FOREIGN * letters.total():
-            raise InputError(f"lm={file}: {sum(n for _, n in foreign) / letters.total():.0%} of its letters, such as "
+        share = sum(n for _, n in foreign) / letters.total()
+        if share > _FOREIGN:
+            raise InputError(f"lm={file}: {share:.0%} of its letters, such as "
                              f"{foreign[0][0]!r}, are none that the recogniser writes: give texts of its language")
         texts = [[number[c] - 1 for c in own if c in number] for own in forms]
         return NGram(texts, len(number) - 1, order=order)

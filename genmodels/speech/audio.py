@@ -19,8 +19,8 @@ from genmodels.core.files import kind_of
 
 #: Sizes from here on mean an unknown length (a pipe), or one in another chunk (RF64).
 _UNKNOWN = 2**32 - 2**16
-#: The integer of full scale for each type of sample in a wav file.
 _SLOWEST = 1000  # samples a second
+#: The integer of full scale for each type of sample in a wav file.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
 
 

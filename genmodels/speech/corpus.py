@@ -47,8 +47,7 @@ _CARNEGIE_MELLON = "Its licence is Carnegie Mellon University's, free for any us
 
 
 def _flite(name: str) -> Voice:
-    return Voice(("flite", "-voice", name, "-t", "{text}", "-o", "{out}"), "flite",
-                 _CARNEGIE_MELLON)
+    return Voice(("flite", "-voice", name, "-t", "{text}", "-o", "{out}"), "flite", _CARNEGIE_MELLON)
 
 
 VOICES = {
