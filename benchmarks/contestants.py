@@ -28,8 +28,7 @@ class Contestant:
     """What is trained, and how it is used: `loss(batch, key)`, `bits(batch)` of each item, `draw(n, start)` or None.
 
     `model` holds all that is learned and averaged, `begin` takes the first batch, `after` the number of a step that is
-    done, `clip` bounds the gradient, the rate rises in `warmup` steps and with `decay` falls by a cosine to zero at the
-    end of the budget; `density(v)` is a flow's (latents, log p).
+    done, `clip` bounds the gradient, the rate rises in `warmup` steps; `density(v)` is a flow's (latents, log p).
     """
 
     model: nn.Module
@@ -41,16 +40,15 @@ class Contestant:
     after: Callable[[int], None] = lambda step: None
     clip: float = math.inf
     warmup: int = 1
-    decay: bool = False
     density: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
-    """A model of genmodels: a flow by one dequantisation, diffusion by one term of the bound an item and 50 steps.
+    """A model of genmodels: a flow by one dequantisation, diffusion by five terms of the bound and 50 steps.
 
     `theirs` has the weights where the network is a peer's.
     """
-    asked, drawn = ({"draws": 1}, {"steps": 50}) if hasattr(model, "elbo") else ({}, {})
+    asked, drawn = ({"draws": 5}, {"steps": 50}) if hasattr(model, "elbo") else ({}, {})
 
     def after(step: int) -> None:
         if model.ema is not None:
@@ -181,7 +179,7 @@ def lucidrains_ddpm(spec: DataSpec) -> Contestant:
 
 
 def diffusers_ddpm(spec: DataSpec) -> Contestant:
-    """UNet2DModel with the loss, optimiser, clipping, warm-up and decay of the training example of diffusers."""
+    """UNet2DModel with the loss, optimiser, clipping and warm-up of the training example of diffusers."""
     from diffusers import DDPMScheduler, UNet2DModel
 
     unet = UNet2DModel(
@@ -200,8 +198,7 @@ def diffusers_ddpm(spec: DataSpec) -> Contestant:
 
     model = DDPM(spec, schedule="linear", parameterisation="eps", class_conditional=False, ema_decay=0.0,
                  net=by_step(network, DiscreteSchedule(scheduler.betas.double())))  # fmt: skip
-    return in_place_of_ours(model, unet, torch.optim.AdamW(unet.parameters(), lr=1e-4), loss, clip=1.0, warmup=500,
-                            decay=True)  # fmt: skip
+    return in_place_of_ours(model, unet, torch.optim.AdamW(unet.parameters(), lr=1e-4), loss, clip=1.0, warmup=500)
 
 
 def torchcfm_flow_matching(spec: DataSpec) -> Contestant:
@@ -249,19 +246,10 @@ def torchebm_sliced(model: Energy, projections: int) -> Callable[[Tensor, KeyedG
     return lambda x, key: loss(x)
 
 
-def at_our_rate(contestant: Contestant, rate: float = 1e-3) -> Contestant:
-    """The same with the rate, warm-up, decay and clipping of our presets of diffusion."""
-    for group in contestant.optimizer.param_groups:
-        group["lr"] = rate
-    return replace(contestant, warmup=100, decay=True, clip=1.0)
-
-
 REALNVP = {"layout": ["squeeze", "channel*4", "split", "squeeze", "channel*4"], "hidden": 64, "depth": 2}
 DIFFUSION = {"net": UNET, "class_conditional": False, "ema_decay": 0.999}
-#: As in configs/preset: Fourier features of the pixels.
+#: As in configs/preset: Fourier features of the pixels, and 100 steps of warm-up.
 PRESET = DIFFUSION | {"net": UNET | {"fourier": [3, 4, 5, 6, 7]}}
-#: As in experiment=ddpm_mnist_likelihood.
-BOUND = PRESET | {"objective": "hybrid", "schedule": "linear_log_snr"}
 #: The batch and the contestants of each race, ours first.
 RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
     "glow": (128, {
@@ -273,17 +261,13 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
         "genmodels": lambda spec: replace(ours(RealNVP(spec, **REALNVP, ema_decay=0.0)), clip=1.0),
         "nflows": lambda spec: replace(nflows_realnvp(spec), clip=1.0)}),
     "ddpm": (64, {
-        "genmodels": lambda spec: at_our_rate(ours(DDPM(spec, **DIFFUSION))),
-        "genmodels, for the bound": lambda spec: at_our_rate(ours(DDPM(spec, **BOUND)), 2e-3),
-        "denoising-diffusion-pytorch": lucidrains_ddpm,
-        "denoising-diffusion-pytorch, our rate": lambda spec: at_our_rate(lucidrains_ddpm(spec)),
-        "diffusers": diffusers_ddpm,
-        "diffusers, our rate": lambda spec: at_our_rate(diffusers_ddpm(spec))}),
+        "genmodels": lambda spec: ours(DDPM(spec, **DIFFUSION)),
+        "genmodels, its preset": lambda spec: replace(ours(DDPM(spec, objective="hybrid", **PRESET)), warmup=100),
+        "denoising-diffusion-pytorch": lucidrains_ddpm, "diffusers": diffusers_ddpm}),
     "flow_matching": (64, {
-        "genmodels": lambda spec: at_our_rate(ours(FlowMatchingModel(spec, **DIFFUSION))),
-        "genmodels, its preset": lambda spec: at_our_rate(ours(FlowMatchingModel(spec, **PRESET))),
-        "torchcfm": torchcfm_flow_matching,
-        "torchcfm, our decay": lambda spec: at_our_rate(torchcfm_flow_matching(spec))}),
+        "genmodels": lambda spec: ours(FlowMatchingModel(spec, **DIFFUSION)),
+        "genmodels, its preset": lambda spec: replace(ours(FlowMatchingModel(spec, **PRESET)), warmup=100),
+        "torchcfm": torchcfm_flow_matching}),
     "score_matching": (100, {
         "genmodels": lambda spec: energy_of(spec, our_sliced),
         "torchebm": lambda spec: energy_of(spec, lambda model: torchebm_sliced(model, 1)),

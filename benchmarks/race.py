@@ -10,9 +10,9 @@ budget is CPU seconds of training: batches, noise, loss, backward, optimiser, bu
 and evaluation. After each turn the negative log-likelihood of test items is taken, and the Frechet distance
 of as many samples as test items in our features. A race that was stopped goes on where it was.
 
-Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset, peers as in
-their example and at our rate (the same warm-up, decay and clipping). Flows have Adam at 1e-3 throughout, those of
-RealNVP gradients of norm 1 at most, without which ours loses in a step what it learned in minutes. A peer's flow gives log p(v) of v = (x +
+Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset. Flows have Adam
+at 1e-3 throughout, those of RealNVP gradients of norm 1 at most, without which ours loses in a step what it learned in
+minutes; the others have what their example or preset says, without a decay. A peer's flow gives log p(v) of v = (x +
 u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim, as ours does; before a race its density is compared with its base and
 autograd's determinant, on 4 x 4 pixels. A peer's diffusion network is trained by its own loss and put in the place of
 ours, on its own schedule, for our bound and our sampler.
@@ -108,8 +108,6 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
             contestant.begin(batch)
         for group, rate in zip(contestant.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, (step + 1) / contestant.warmup)
-            if contestant.decay:
-                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * spent / given.seconds)
         loss = contestant.loss(batch, KeyedGenerator(given.seed, index, "train"))
         contestant.optimizer.zero_grad()
         finite = bool(torch.isfinite(loss))
