@@ -156,13 +156,13 @@ def sentences_of(file: Path, longest: int = 100) -> list[str]:
     parts = re.split(r"\n\s*\n", whole) if re.search(r"\n\s*\n", whole) else whole.splitlines()
     found = [one for part in parts for one in sentences(" ".join(part.split()), longest)]
     found = [one for one in found if any(c.isalpha() for c in one)]
-    foreign = [one for one in found if not re.search("[a-z]", unicodedata.normalize("NFKD", one.lower()))]
-    if len(foreign) == len(found):
+    readable = [bool(re.search("[a-z]", unicodedata.normalize("NFKD", one.lower()))) for one in found]
+    if not any(readable):
         raise InputError(f"text={file} has no sentences in the Latin alphabet")
-    if foreign:
-        warnings.warn(f"left out {len(foreign)} of {len(found)} sentences without a Latin letter, such as "
-                      f"{foreign[0]!r}", stacklevel=2)
-    return [one for one in found if one not in foreign]
+    if not all(readable):
+        warnings.warn(f"left out {readable.count(False)} of {len(found)} sentences without a Latin letter, such as "
+                      f"{found[readable.index(False)]!r}", stacklevel=2)
+    return [one for one, kept in zip(found, readable, strict=True) if kept]
 
 
 def default_sentences(n: int) -> list[str]:
