@@ -1,4 +1,4 @@
-"""The table of docs/results.md: every family trained on the same data and evaluated by the same code, several seeds.
+"""The tables of docs/results_small.md and docs/results.md: every family trained on the same data and evaluated by the same code, several seeds.
 
     python benchmarks/results.py --sets digits 8gaussians --seeds 0 1 2
     python benchmarks/results.py --sets mnist-half-hour --seeds 0 --root ~/data --given tarflow=<run>
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--given", nargs="*", default=[], help="model=run folder, trained before")
     parser.add_argument("--out", type=Path, default=Path("runs/results"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--page", type=Path, help="a page with marks, as docs/results.md")
+    parser.add_argument("--page", type=Path, help="a page with marks, as docs/results_small.md")
     given = parser.parse_args()
     if given.given and len(given.seeds) > 1:
         parser.error("--given names runs of one seed: give one of --seeds")
