@@ -1,4 +1,4 @@
-"""The tables of docs/results_small.md and docs/results.md: every family trained on the same data and evaluated by the same code, several seeds.
+"""Tables of docs/results_small.md and docs/results.md: every family on the same data, by the same code, several seeds.
 
     python benchmarks/results.py --sets digits 8gaussians --seeds 0 1 2
     python benchmarks/results.py --sets mnist-half-hour --seeds 0 --root ~/data --given tarflow=<run>
