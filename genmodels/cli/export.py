@@ -156,9 +156,18 @@ def _inverse(flow: Flow, z: Tensor, cond: Tensor | None = None) -> Tensor:
     return flow.bijection.inverse(z, cond if flow.bijection.uses_cond else None)[0]
 
 
+def _noise(model: GenerativeModel) -> str:
+    """The noise u that the flow was trained with, in words."""
+    if getattr(model, "augment", 0):
+        return f"u = 1/2 + {model.augment / 2 * model.spec.levels:g} n, n normal: the density is that of noisy data"
+    if model.dequantisation == "uniform":
+        return "u uniform in [0, 1)"
+    return "u in [0, 1), of a learned noise that is not exported"
+
+
 def _both_ways(model: GenerativeModel, flow: Flow, points: Tensor, classes: dict[str, Tensor]) -> list[Graph]:
     classes = classes if flow.uses_cond else {}
-    scale = "" if model.spec.levels is None else f", x = (level + u) / {model.spec.levels} with u uniform in [0, 1)"
+    scale = "" if model.spec.levels is None else f", x = (level + u) / {model.spec.levels} with {_noise(model)}"
     with torch.no_grad():
         z, _ = _forward(flow, points, **classes)
     there = Graph("", f"latent z and log-density in nats of x{scale}", Function(_forward, flow),
@@ -259,10 +268,10 @@ def _parity(graph: Graph, exported: Callable, by: str) -> str:
         ours, theirs = graph.module(*inputs), exported(*inputs)
     ours = ours if isinstance(ours, tuple) else (ours,)
     theirs = theirs if isinstance(theirs, tuple | list) else (theirs,)
-    worst, largest = 0.0, 1.0
+    worst, largest = 0.0, 0.0
     for a, b in zip(ours, theirs, strict=True):
         worst = max(worst, float((a - torch.as_tensor(b)).abs().max()))
         largest = max(largest, float(a.abs().max()))
-    if not worst <= _TOLERANCE * largest:
+    if not worst <= _TOLERANCE * max(1.0, largest):
         raise RunError(f"the exported {', '.join(graph.outputs)} differ by {worst:.1e} from those of the model ({by})")
     return f"largest difference of {', '.join(graph.outputs)} by {by}: {worst:.1e}, of values up to {largest:.2g}"

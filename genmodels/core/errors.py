@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -240,7 +241,7 @@ def _installation() -> str:
 
 
 def at_least(least: int, **sizes: int) -> None:
-    """Raise ValueError for the first of these sizes that is too small.
+    """Raise ValueError for the first of these sizes that is too small, or no whole number.
 
     Example:
         >>> at_least(1, channels=8, depth=0)
@@ -249,6 +250,8 @@ def at_least(least: int, **sizes: int) -> None:
         ValueError: depth must be at least 1, got 0
     """
     for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool):
+            raise ValueError(f"{name} must be a whole number, got {size!r}")
         if size < least:
             raise ValueError(f"{name} must be at least {least}, got {size}")
 

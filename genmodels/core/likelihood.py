@@ -159,6 +159,8 @@ class Likelihood:
 
     def __str__(self) -> str:
         """The mean with its mark, its standard error in the last digits, and its unit: bits/dim, or -log p in nats."""
+        if self.kind == "unnormalised" and "reason" in self.made:
+            return f"no likelihood: {self.made['reason']}"
         unit, value = ("nats", self.mean_nats()) if self.levels is None else ("bits/dim", self.mean_bits_per_dim())
         value = -value if value is not None and self.levels is None else value
         error = self.standard_error("nats" if self.levels is None else "bits_per_dim")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, one_of
+from genmodels.core.errors import InputError, RunError, at_least, one_of, refusals
 from genmodels.core.likelihood import Likelihood, Profile, log_mean_exp
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import event_size, hide, outside_inference
@@ -195,10 +195,20 @@ class OdeLikelihood:
     rows: int = 256
 
     def __post_init__(self):
-        if self.importance_samples < 1:
-            raise InputError(f"importance_samples must be at least 1, got {self.importance_samples}")
+        with refusals():
+            at_least(1, importance_samples=self.importance_samples)
         if self.dequantisation not in ("uniform", "diffusion"):
             raise InputError(f"dequantisation = {self.dequantisation!r}: choose uniform or diffusion")
+        self.density()
+
+    def density(self) -> OdeDensity:
+        """The density of the ODE at the cleanest noise level, by these settings.
+
+        Raises:
+            InputError: for one that it does not take.
+        """
+        return OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver, tolerance=self.tolerance,
+                          steps=self.steps, variable=self.variable, rows=self.rows)
 
     @outside_inference()  # the divergence is a derivative
     def __call__(
@@ -214,8 +224,7 @@ class OdeLikelihood:
             start: from items to the noise level `log_snr`.
             seed: seed of dequantisation and probes, which are keyed by (seed, item, draw).
         """
-        density = OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver,
-                             tolerance=self.tolerance, steps=self.steps, variable=self.variable, rows=self.rows)
+        density = self.density()
         draws = self.importance_samples if spec.levels is not None else 1
         if draws > 1 and not density.exact(spec.dims):
             raise InputError(

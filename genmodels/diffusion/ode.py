@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of, refusals
 from genmodels.core.random import Generator, child, uniform
 from genmodels.core.tensors import event_sum, hide, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
@@ -152,8 +152,8 @@ class OdeDensity:
             raise InputError(f"divergence = {divergence!r}: choose auto, exact or hutchinson")
         if solver not in SOLVERS:
             raise InputError(f"solver = {solver!r}: choose one of {', '.join(SOLVERS)}")
-        if probes < 1 or rows < 1:
-            raise InputError(f"probes and rows must be at least 1, got {probes} and {rows}")
+        with refusals():
+            at_least(1, probes=probes, steps=steps, rows=rows)
         self.divergence, self.probes, self.rows, self.variable = divergence, probes, rows, variable
         fixed = issubclass(SOLVERS[solver], FixedSteps)
         self.solver_options = {"steps": steps} if fixed else {"tolerance": tolerance}

@@ -228,8 +228,8 @@ class RK4(FixedSteps):
 
 
 def _positive(tolerance: float) -> float:
-    if not tolerance > 0:
-        raise InputError(f"tolerance must be positive, got {tolerance}")
+    if not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
     return tolerance
 
 

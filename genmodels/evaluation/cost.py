@@ -17,47 +17,63 @@ _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
 
 
 class EvaluationCounter:
-    """Counts the rows that pass through a module; guidance, which evaluates it twice, counts twice.
+    """Counts the rows through networks, the most through one; guidance, which evaluates it twice, counts twice.
 
     Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> with EvaluationCounter(layer) as counter:
-        ...     _ = layer(torch.zeros(3, 2)), layer(torch.zeros(5, 2))
+        >>> layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> with EvaluationCounter(layer, other) as counter:
+        ...     _ = layer(torch.zeros(3, 2)), layer(torch.zeros(5, 2)), other(torch.zeros(5, 2))
         >>> counter.rows
         8
     """
 
-    def __init__(self, module: nn.Module):
-        self.module, self.rows = module, 0
+    def __init__(self, *networks: nn.Module):
+        self.networks, self.counts = networks, [0] * len(networks)
 
     def __enter__(self) -> EvaluationCounter:
-        def count(_module, given, named, _output) -> None:
-            first = next(v for v in (*given, *named.values()) if isinstance(v, torch.Tensor))
-            self.rows += len(first)
+        def counting(number: int) -> Callable:
+            def count(_module, given, named, _output) -> None:
+                first = next(v for v in (*given, *named.values()) if isinstance(v, torch.Tensor))
+                self.counts[number] += len(first)
 
-        self._handle = self.module.register_forward_hook(count, with_kwargs=True)
+            return count
+
+        self._handles = [network.register_forward_hook(counting(number), with_kwargs=True)
+                         for number, network in enumerate(self.networks)]
         return self
 
     def __exit__(self, *_error) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def rows(self) -> int:
+        """The rows through the network that most passed through."""
+        return max(self.counts, default=0)
 
 
-def network_of(core: nn.Module) -> nn.Module | None:
-    """The network of a core that a sampler evaluates; None if sampling does not call its forward."""
+def networks_of(core: nn.Module) -> list[nn.Module]:
+    """The networks that a sampler evaluates: the core's own, or one in each layer of a flow."""
     for name in ("net", "network"):
         found = getattr(core, name, None)
         if isinstance(found, nn.Module):
-            return found
-    return None
+            return [found]
+    layers = [layer for layer in core.modules() if hasattr(layer, "inverse_cost")]
+    return [layer.net for layer in layers if isinstance(getattr(layer, "net", None), nn.Module)]
 
 
 def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | None:
-    """Network evaluations per sample: counted if there is a network, else as the sampler reports; 1 for flows."""
+    """Network evaluations per sample: counted, or as the sampler reports; of a flow those of each of its layers.
+
+    One for couplings, D for autoregressive layers, and of transformer flows the mean over the meta-blocks, of which the
+    sampler reports the sum.
+    """
+    reported = made.get("evaluations")
     if is_flow(model):
-        return 1.0
+        blocks = sum(hasattr(layer, "sweeps") for layer in model.core.modules())
+        return reported / blocks if blocks and reported else max(1.0, rows / n)
     if rows:
         return rows / n
-    reported = made.get("evaluations")
     if reported is None or is_diffusion(model) or is_masked_diffusion(model):
         return reported  # diffusion models report the evaluations of one sample, Markov chains those of all
     return reported / n
@@ -80,7 +96,7 @@ def measure(
     begin = time.perf_counter()
     own_peak = _reset_peak(model.device)
     first = _timed(model, draw, batch_size)  # the first warm-up
-    with EvaluationCounter(network_of(model.weights(weights)) or nn.Identity()) as counter:
+    with EvaluationCounter(*networks_of(model.weights(weights))) as counter:
         samples = draw(batch_size, 0)  # the second one
     evaluations = evaluations_per_sample(model, samples.made, counter.rows, batch_size)
     repeats = max(1, min(5, int(budget / 4 / max(first, 1e-6))))

@@ -304,9 +304,10 @@ class Evaluation:
         bound = 3600.0 if request.checks == "full" else 10.0 if self.opened.limited else _CHECKS
 
         def compute() -> dict:
+            batch = self.opened.evaluated(8 if line.method == "ode_likelihood" else 64).to(model.device)
             subject = ModelSubject(
-                model, self.opened.evaluated(64).to(model.device), weights_of(request.ema), request.seed, line.options,
-                self.likelihood.first, time.monotonic() + bound, self.opened.evaluated(2000).x,
+                model, batch, weights_of(request.ema), request.seed, line.options, self.likelihood.first,
+                time.monotonic() + bound, self.opened.evaluated(2000).x, line.method,
             )
             with progress_bar(desc=f"checks of {model.family}", unit="check") as bar:
 

@@ -6,16 +6,17 @@ import inspect
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import get_args, get_type_hints
 
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, progress_bar
+from genmodels.core.errors import InputError, RunError, hint, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
+from genmodels.diffusion.likelihood import OdeLikelihood
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.evaluation.checkpoint import EvaluationState, Opened
 from genmodels.evaluation.report import (
@@ -92,6 +93,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         scalars = opened.items * model.spec.dims
         vectors = len(model.spec.event_shape) == 1
         if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
+            check_ode_options(request.ode_options, model)
             own = {"weights": options["weights"], "seed": request.seed, **request.ode_options}
             # The noise of probes would raise the logarithm of a mean over K.
             exact = OdeDensity(divergence=request.ode_options.get("divergence", "auto")).exact(model.spec.dims)
@@ -99,9 +101,37 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
             counts = sorted(set(wanted or [1])) if model.spec.levels else []
             lines += [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own)
                       for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
+        elif request.ode_options:
+            raise InputError(f"ode_options have no part in this evaluation, which leaves out the ODE of {path}: add "
+                             "ode=true, or leave them out")
         elif request.ode == "auto":
             notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
     return lines or [Line("", "log_likelihood", options)], notes
+
+
+def check_ode_options(given: dict, model) -> None:
+    """Raise an InputError for options of the ODE that a model does not take, or that have no effect.
+
+    Example:
+        >>> from genmodels.models.ddpm import DDPM
+        >>> check_ode_options({"solver": "heun", "tolerance": 1e-3}, DDPM(DataSpec("plane", (2,))))
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: ode_options: tolerance is for solver=rk45 and scipy, heun takes steps
+    """
+    own = [field.name for field in fields(OdeLikelihood)]
+    known = [*own, *(set(inspect.signature(model.ode_likelihood).parameters) - {"batch", "weights", "seed", "options"})]
+    for key in given:
+        if key not in known:
+            raise InputError(f"ode_options takes {', '.join(known)}, got {key!r}{hint(key, known)}")
+    ode = OdeLikelihood(**{key: value for key, value in given.items() if key in own})
+    fixed = ode.solver in ("heun", "rk4")
+    if "tolerance" in given and fixed:
+        raise InputError(f"ode_options: tolerance is for solver=rk45 and scipy, {ode.solver} takes steps")
+    if "steps" in given and not fixed:
+        raise InputError(f"ode_options: steps is for solver=heun and rk4, {ode.solver} takes tolerance")
+    if "probes" in given and OdeDensity(divergence=ode.divergence).exact(model.spec.dims):
+        raise InputError("ode_options: probes is for divergence=hutchinson, and this divergence is exact")
 
 
 def bounds_of(model) -> tuple[str, ...]:

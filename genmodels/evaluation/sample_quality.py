@@ -209,12 +209,11 @@ def sample_parts(state: EvaluationState, key: str, n: int, options: dict, measur
     network, items = feature_network(state) if measured else (None, None)
 
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
-        core = model.weights(weights_of(state.request.ema))
-        counter = cost.EvaluationCounter(cost.network_of(core) or torch.nn.Identity())
+        networks = cost.networks_of(model.weights(weights_of(state.request.ema)))
         drawn = draw_parts(model, asked, [parts[k] for k in numbers], batch_size=size, progress=state.ranks.rank == 0)
         for number in numbers:
-            start, counter.rows = time.monotonic(), 0
-            with counter:
+            start = time.monotonic()
+            with cost.EvaluationCounter(*networks) as counter:
                 samples = next(drawn)
             # A copy: a slice would hold, and be stored with, all samples of the part.
             found = {"x": samples.x[: max(0, shown - parts[number].start)].clone(), "cond": samples.cond,
@@ -390,7 +389,7 @@ class FidelityStage:
     def _asked_classes(self) -> dict | None:
         """The accuracy of p(y|x) of a class-conditional flow."""
         model, spec = self.state.opened.model, self.state.opened.spec
-        if not is_flow(model) or model.num_classes is None:
+        if not is_flow(model) or model.num_classes is None or getattr(model, "augment", 0):  # which has no likelihood
             return None
         batch = self.state.opened.evaluated(_LABELLED)
         if batch.cond is None:

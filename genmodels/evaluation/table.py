@@ -162,7 +162,8 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
                 cells += [""] * 5
             else:
                 shown = "none" if line.kind == "unnormalised" else f"{line.mark} {_value(line)}"
-                kind = ", ".join([line.kind, *(word for word in ("optimistic", "unreliable") if getattr(line, word))])
+                kind = "none" if line.kind == "unnormalised" else line.kind
+                kind = ", ".join([kind, *(word for word in ("optimistic", "unreliable") if getattr(line, word))])
                 cells += [shown, UNITS[line.unit], kind, line.how, str(places.get(number, ""))]
             quality = [measured(*(getattr(report.fidelity, key + part, None) for part in ("", "_error")))
                        for key, _ in MEASURES]
@@ -333,11 +334,11 @@ def _on_line(line: LikelihoodLine) -> list[str]:
                      "mean, which flatters the model")
     parts = line.parts_of_error
     if len(parts) > 1:
-        notes.append(f"the error {line.se_data:.4f} adds up, in squares, from "
-                     + ", ".join(f"{part:.4f} of {name}" if part else f"too little to be seen of {name}"
+        notes.append(f"the error {line.se_data:.4f} combines, in squares, "
+                     + ", ".join(f"{part:.4f} from {name}" if part else f"an unmeasurably small part from {name}"
                                  for name, part in parts.items()))
     if line.class_cost is not None and line.value is not None:
-        at_most = "at most " if line.kind in ("exact", "lower_bound") else "about at most "
+        at_most = "at most " if line.kind in ("exact", "lower_bound") else "at most about "
         notes.append(f"given the class; of items alone, classes drawn evenly, {at_most}"
                      f"{with_error(line.value + line.class_cost, line.se_data)} {UNITS[line.unit]}")
     if line.kl_gap is not None:
@@ -389,9 +390,11 @@ def _on_model(report: Report) -> list[str]:
         notes.append(f"samples drawn with guidance {guidance:g}; the likelihood is without it")
     outside = report.samples and report.samples.outside
     if outside:
+        none = all(line.kind == "unnormalised" for line in report.likelihood)
+        leaves = "" if none else "; the likelihood leaves that mass out"
         share = f"{outside['share']:.3%} +- {outside['error']:.3%}"
         notes.append(f"{share} of the values of {outside['n']} samples lay outside the range of the levels and were "
-                     "moved to its ends; the likelihood leaves that mass out")
+                     f"moved to its ends{leaves}")
     classes = getattr(fidelity, "class_accuracy", None)
     if classes is not None:
         real = ""
@@ -404,7 +407,8 @@ def _on_model(report: Report) -> list[str]:
                      f"{_range(classes['interval'])}")
     if sampling:
         latency = sampling.latency
-        memory = "" if sampling.peak_memory is None else f", peak memory {sampling.peak_memory / 2**20:.0f} MiB"
+        peak = sampling.peak_memory
+        memory = "" if peak is None else f", peak memory of the process {peak / 2**20:.0f} MiB"
         notes.append(f"one sample after {latency['p50']:.3f} s (95 %: {latency['p95']:.3f} s){memory}; "
                      f"{sampling.context}")
     if checks:

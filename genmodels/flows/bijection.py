@@ -71,6 +71,7 @@ class Bijection(nn.Module):
         uses_cond: whether a condition is needed; layers without networks ignore one.
         strict_cond: whether a condition that is not used is an error.
         rounds_cond: whether numbers of a condition stand for integers, so that no gradient goes through them.
+        only_contains: whether `initialize` does nothing but initialise the layers inside.
         place: dotted name inside the outermost composition, for messages.
 
     Shapes: `x (B, *event)`, `cond (B,)` labels, `(B, K)` vectors or maps, `mask (B, 1, T)` bool for events `(C, T)`,
@@ -84,6 +85,7 @@ class Bijection(nn.Module):
     uses_cond: bool = False
     strict_cond: bool = False
     rounds_cond: bool = False
+    only_contains: bool = False
     place: str = ""
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -137,6 +139,12 @@ class Bijection(nn.Module):
         """`initialize`, then the layer's output; a composition overrides this to compute it only once."""
         self.initialize(x, cond, mask, force=force)
         return self(x, cond, mask)[0]
+
+    @property
+    def starts_from_data(self) -> bool:
+        """Whether this layer, or one inside it, has a data-dependent initialisation."""
+        return any(type(part).initialize is not Bijection.initialize and not part.only_contains
+                   for part in self.modules() if isinstance(part, Bijection))
 
     def uninitialized(self, name: str = "") -> Iterator[str]:
         """Names of the layers that are not yet initialised."""
@@ -291,6 +299,8 @@ class Around(Bijection):
     Arguments:
         bijection: the map inside.
     """
+
+    only_contains = True
 
     def __init__(self, bijection: Bijection):
         super().__init__()

@@ -35,6 +35,7 @@ class Compose(Bijection):
     """
 
     strict_cond = True
+    only_contains = True
 
     def __init__(self, layers: Sequence[Bijection], event_shape: Shape, *, memory: str = "store"):
         super().__init__()
@@ -115,9 +116,20 @@ class Compose(Bijection):
             mask = None if mask is None else layer.in_mask(mask)
         return z, logdet
 
+    @torch.no_grad()
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
-        """Initialise the layers in order, each on the output of those before it; all of them or, on an error, none."""
-        self.initialize_forward(x, cond, mask, force=force)
+        """Initialise the layers in order, each on the output of those before it; all of them or, on an error, none.
+
+        Layers after the last that starts from data are not evaluated.
+        """
+        with self._initializing(cond):
+            layers = list(self.layers)
+            last = max((k for k, layer in enumerate(layers) if layer.starts_from_data), default=-1)
+            for layer in layers[: max(last, 0)]:
+                x = layer.initialize_forward(x, cond if layer.uses_cond else None, mask, force=force)
+                mask = None if mask is None else layer.out_mask(mask)
+            if last >= 0:
+                layers[last].initialize(x, cond if layers[last].uses_cond else None, mask, force=force)
 
     @torch.no_grad()
     def initialize_forward(self, x, cond=None, mask=None, *, force=False) -> Tensor:

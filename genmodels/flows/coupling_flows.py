@@ -22,7 +22,7 @@ from genmodels.flows.elementwise import Affine, ElementTransform, ScaleKind
 from genmodels.flows.linear import Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.scaling import ActNorm
-from genmodels.flows.squeeze import Squeeze2d
+from genmodels.flows.squeeze import Squeeze2d, require_division
 from genmodels.nn.attention_block import AttentionKind, Site, is_for_maps
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import GatedConvNet, ResidualConvNet
@@ -319,13 +319,18 @@ def jet(
     if len(shape) != 3:
         raise ValueError(f"jet takes images (C, H, W), not events of shape {shape}: use model=realnvp for vectors and "
                          "model=glow for sequences")  # fmt: skip
-    fits = min(couplings, levels, patch, spatial + 1) >= 1
-    if not fits or any(n % (patch * 2 ** (levels - 1)) for n in shape[1:]):
-        raise ValueError(f"jet needs at least one coupling and one level, and patches that divide the sides of {shape}"
-                         f" at every level, got couplings = {couplings}, levels = {levels}, spatial = {spatial}, "
-                         f"patch = {patch}")  # fmt: skip
+    at_least(1, couplings=couplings, levels=levels, patch=patch)
+    at_least(0, spatial=spatial)
+    require_division(patch, shape)
+    if any(n % (patch * 2 ** (levels - 1)) for n in shape[1:]):
+        raise ValueError(f"levels={levels} halves {shape[1] // patch} x {shape[2] // patch} patches more often than"
+                         f" they can be: give fewer levels, or patches smaller than patch={patch}")
     if shape[0] * patch**2 < 2:
-        raise ValueError(f"patch = {patch} leaves one channel, which has no halves: use patch = 2")
+        raise ValueError("patch=1 leaves one channel, and a coupling needs two: give a larger patch that divides both "
+                         f"sides of {shape[1]} x {shape[2]}, or model=tarflow")
+    if levels > 1 and shape[0] * patch**2 % 2:
+        raise ValueError(f"levels={levels} needs an even number of channels to factor out half of them, and patch="
+                         f"{patch} has {shape[0] * patch**2}: give levels=1 or patch=2")
     stages, factors, turned = [], [], 0
     for level in range(levels):
         squeeze = Squeeze2d(patch if level == 0 else 2)
@@ -351,7 +356,7 @@ def jet(
             factors.append(FactorOut(channels))
             shape = (channels - channels // 2, *space)
     if spatial and not turned:
-        raise ValueError(f"spatial = {spatial} makes none of {couplings} couplings one of positions, of which there are"
-                         f" {space[0]} x {space[1]} patches: a side must be even, and couplings at least spatial. Use "
-                         "another patch, or spatial = 0")  # fmt: skip
+        raise ValueError(f"spatial={spatial} asks for couplings of positions, and there are none: one side of the "
+                         f"{space[0]} x {space[1]} patches must be even, and couplings={couplings} at least spatial. "
+                         "Give another patch, or spatial=0")
     return MultiScale(stages, factors, as_shape(event_shape))

@@ -105,6 +105,7 @@ class MultiScale(Bijection):
     """
 
     strict_cond = True
+    only_contains = True
 
     def __init__(self, stages: Sequence[Bijection], factors: Sequence[FactorOut], event_shape: Shape):
         super().__init__()
@@ -207,11 +208,13 @@ class MultiScale(Bijection):
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
         """Initialise stages and factor-outs, each on the output of those before it; all or, on an error, none."""
         with self._initializing(cond):
-            for number, stage in enumerate(self.stages):
-                for layer in [stage, *self.factors[number : number + 1]]:
+            *before, last = self.stages
+            for stage, factor in zip(before, self.factors, strict=True):
+                for layer in (stage, factor):
                     x = layer.initialize_forward(x, cond if layer.uses_cond else None, mask, force=force)
                     mask = None if mask is None else layer.out_mask(mask)
-                x = x[:, : self.factors[number].kept] if number < len(self.factors) else x
+                x = x[:, : factor.kept]
+            last.initialize(x, cond if last.uses_cond else None, mask, force=force)  # nothing needs its output
 
     def walk(self, x, cond=None, mask=None, name="") -> Iterator[Step]:
         scales, flat = [], None if mask is None else self.out_mask(mask)

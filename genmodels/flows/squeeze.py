@@ -20,6 +20,23 @@ def _multiplied(count: int | None, factor: int) -> int | None:
     return None if count is None else count * factor
 
 
+def require_division(patch: int, shape: Shape) -> None:
+    """Raise ValueError for patches that do not divide the sides of images (C, H, W), or the length of sequences (C, T).
+
+    Example:
+        >>> require_division(4, (1, 28, 30))
+        Traceback (most recent call last):
+        ...
+        ValueError: patch=4 does not divide the sides of images of 28 x 30; these do: 1, 2
+    """
+    sides = [side for side in shape[1:] if side is not None]
+    if any(side % patch for side in sides):
+        what = "length of sequences" if len(shape) == 2 else "sides of images"
+        common = math.gcd(*sides)
+        raise ValueError(f"patch={patch} does not divide the {what} of {' x '.join(map(str, sides))}; these do: "
+                         + ", ".join(str(k) for k in range(1, common + 1) if common % k == 0))
+
+
 class Squeeze2d(Bijection):
     """Turns each square of an image into one position with more channels.
 

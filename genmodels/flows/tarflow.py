@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import one_of
+from genmodels.core.errors import at_least, check_number, one_of
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Shape, as_shape, fits, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.linear import Permute
 from genmodels.flows.scaling import ActNorm
-from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
+from genmodels.flows.squeeze import Squeeze1d, Squeeze2d, require_division
 from genmodels.nn.attention_block import AttentionKind, Site
 from genmodels.nn.condition import Condition
 from genmodels.nn.dit import TokenTransformer
@@ -47,9 +47,9 @@ class Decoding:
     guidance: float = 1.0
 
     def __post_init__(self):
-        if self.tokens is not None and self.tokens < 1 or not self.tolerance >= 0:
-            raise ValueError(f"a block needs at least one token and a tolerance of 0 or more, got {self.tokens} and "
-                             f"{self.tolerance}")
+        at_least(1, tokens=1 if self.tokens is None else self.tokens)
+        check_number("tolerance", self.tolerance, 0)
+        check_number("guidance", self.guidance, -1e6)
 
 
 class MetaBlock(Bijection):
@@ -111,12 +111,14 @@ class MetaBlock(Bijection):
         super().__init__()
         self.event_shape = as_shape(event_shape)
         channels, *space = self.event_shape
-        if len(space) not in (1, 2) or channels is None or (len(space) == 2 and None in space):
+        if len(space) not in (1, 2) or channels is None or (len(space) == 2 and None in space) or 0 in self.event_shape:
             raise self._misfit("(C, H, W) or (C, T)", self.event_shape)
         if cond is not None and cond.kind != "labels":
             raise ValueError(f"a meta-block is conditioned on labels, not on {cond}")
         self.channels, self.reverse, self.uses_cond = channels, reverse, cond is not None
         self.length = None if None in space else torch.Size(space).numel()
+        if order is not None and not isinstance(order, Permute):
+            raise ValueError(f"order must be Permute(index), got {type(order).__name__}")
         if order is not None and order.channels != self.length:
             raise ValueError(f"order={order.index.tolist()} is of {order.channels} positions, not of the "
                              f"{self.length or 'open length'} of {self.event_shape}")
@@ -240,6 +242,8 @@ class MetaBlock(Bijection):
         if self.places is not None:
             parts.append(self._in_order(self.places[None]))
         if self.classes is not None:
+            if cond.is_floating_point() or cond.shape != (rows,):
+                raise ValueError(f"cond must be {rows} labels (B,) int64, got {cond.dtype} {tuple(cond.shape)}")
             parts.append(self.classes(cond)[:, None].expand(-1, count, -1))
         return sum(parts[1:], parts[0]) if parts else None
 
@@ -314,20 +318,26 @@ def tarflow(
     if len(shape) not in (2, 3):
         raise ValueError(f"tarflow takes images (C, H, W) or sequences (C, T), not events of shape {shape}: use "
                          "model=maf for vectors")  # fmt: skip
-    if blocks < 1 or patch < 1 or any(n is not None and n % patch for n in shape[1:]):
-        raise ValueError(f"tarflow needs at least one block, and a patch that divides the sides of {shape}, got "
-                         f"blocks = {blocks} and patch = {patch}")  # fmt: skip
+    at_least(1, blocks=blocks, patch=patch)
+    require_division(patch, shape)
     one_of("transform", transform, ("affine", "mixture"))
     one_of("patches", patches, ("near", "far"))
     one_of("order", order, ("rows", "rows_columns", "random"))
+    if patches == "far" and patch == 1:
+        raise ValueError("patches=far needs patches of several pixels, got patch=1")
     if patches == "far" and len(shape) == 2:
         raise ValueError("patches=far is for images: frames of a sequence that lie apart have no common length")
     cut = Squeeze1d(patch) if len(shape) == 2 else Squeeze2d(patch, order="channel" if patches == "near" else "far")
     squeeze = [cut] if patch > 1 else []
     inside = squeeze[0].out_shape(shape) if squeeze else shape
+    if torch.Size(n or 2 for n in inside[1:]).numel() == 1:
+        raise ValueError(f"patch={patch} makes one token of {shape}, and the first token depends on no other: give a "
+                         "smaller patch")
     inside = (inside[0], None) if len(shape) == 2 else inside  # sequences may be shorter than the longest
     if len(shape) == 2 and order != "rows":
         raise ValueError(f"order={order} is for images: a sequence is read forwards and backwards")
+    if order == "rows_columns" and blocks < 3:
+        raise ValueError(f"order=rows_columns reads columns from the third meta-block on, got blocks={blocks}")
     positions = torch.arange(torch.Size(inside[1:]).numel()) if len(shape) == 3 else None
     reads: list[Permute | None] = [None]
     if order == "rows_columns":

@@ -277,7 +277,7 @@ class GenerativeModel(OfLightning, nn.Module):
             ValueError: for a probability `cond_drop` of hiding the class that is not in [0, 1).
         """
         if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+            raise ValueError(f"cond_drop must be from 0 to below 1, got {cond_drop}")
         self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
 
     @property

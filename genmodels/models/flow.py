@@ -97,8 +97,11 @@ class FlowModel(GenerativeModel):
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         if noise not in (0, 0.05) and spec.mel is None:
             raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
-        if dequantisation != "uniform" and spec.levels is None:
-            raise ValueError(f"dequantisation={dequantisation} is for integers, and {spec.name} has real numbers")
+        of_integers = {f"dequantisation={dequantisation}": dequantisation != "uniform",
+                       f"preprocess={preprocess}": preprocess != "logit", f"alpha={alpha}": alpha != 0.05}  # fmt: skip
+        for given, other in of_integers.items():
+            if other and spec.levels is None:
+                raise ValueError(f"{given} is for integers, and {spec.name} has real numbers")
         self.noise = noise if spec.mel is not None else 0.0
         self._probe: Batch | None = None
 

@@ -364,6 +364,8 @@ class TarFlow(FlowModel):
         if augment and (spec.levels is None or self.preprocess != "centre"):
             raise ValueError(f"augment={augment} is for integers with model.preprocess=centre: noise leaves the range "
                              "in which a logit is defined")
+        if augment and self.dequantisation == "variational":
+            raise ValueError(f"augment={augment} takes the place of dequantisation=variational: leave one of them out")
         if components != 8 and transform != "mixture":
             raise ValueError(f"components={components} is for transform=mixture, got transform={transform}")
         self.augment = augment

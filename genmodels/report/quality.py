@@ -251,7 +251,7 @@ def sweeps(models: list[Model]) -> list:
 def cost(models: list[Model]) -> list[Listing]:
     """The cost of samples, in one group for each device and setting: their values are not comparable."""
     columns = ["model", "sampler", "steps", "network evaluations a sample", "samples per second", "batch",
-               "one sample, median", "95th percentile", "peak memory", "parameters", "training"]
+               "one sample, median", "95th percentile", "peak memory of the process", "parameters", "training"]
     measured = [model for model in models if model.report.sampling]
     groups = []
     for context, some in grouped(measured, lambda model: model.report.sampling.context).items():

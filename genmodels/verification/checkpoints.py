@@ -58,6 +58,7 @@ class ModelSubject:
         line: its likelihood in the first line of the table, or None.
         until: `time.monotonic()` after which no part of a long check is begun.
         points: further items, which determine the box of the integral of a density.
+        method: the model's method for its likelihood, `ode_likelihood` where there is no other.
     """
 
     model: GenerativeModel
@@ -68,10 +69,11 @@ class ModelSubject:
     line: Likelihood | None
     until: float
     points: Tensor
+    method: str = "log_likelihood"
 
     def evaluate(self, batch: Batch | None = None) -> Likelihood:
         """The likelihood of some items, all by default, under the same options."""
-        return self.model.log_likelihood(batch or self.batch, **self.options).cpu()
+        return getattr(self.model, self.method)(batch or self.batch, **self.options).cpu()
 
     @cached_property
     def likelihood(self) -> Likelihood:

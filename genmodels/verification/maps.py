@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch
+from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Step
 from genmodels.flows.replay import examine
 from genmodels.models.base import GenerativeModel
@@ -270,8 +271,8 @@ class TrainedFlow:
     @cached_property
     @torch.no_grad()
     def points(self) -> Tensor:
-        """The items as points of the flow, integers at the median of their noise."""
-        return self.core.centre(self.batch.x, self.model._cond(self.batch), self.batch.mask)
+        """The items as points of the flow, integers at the median of their noise, padding as zeros."""
+        return hide(self.core.centre(self.batch.x, self.model._cond(self.batch), self.batch.mask), self.batch.mask)
 
     @cached_property
     @torch.no_grad()
@@ -414,7 +415,7 @@ def whole_log_det(s: TrainedFlow) -> Measured:
 
 
 def _against_jacobian(step: Step, rows: slice) -> float:
-    """|log-determinant - log |det J|| per dimension, the largest over some items."""
+    """|log-determinant - log |det J|| per valid dimension, the largest over some items."""
     errors = []
     for k in range(*rows.indices(len(step.x))):
         one = slice(k, k + 1)
@@ -425,5 +426,9 @@ def _against_jacobian(step: Step, rows: slice) -> float:
             return step.layer(v.view_as(x), cond, mask)[0].flatten()
 
         matrix = torch.autograd.functional.jacobian(flat, x.flatten())
-        errors.append(abs(float(torch.linalg.slogdet(matrix)[1] - step.logdet[k])) / x.numel())
+        if mask is not None:
+            inputs = hide(torch.ones_like(x), mask).bool().flatten()
+            outputs = hide(torch.ones_like(step.z[one]), step.layer.out_mask(mask)).bool().flatten()
+            matrix = matrix[outputs][:, inputs]
+        errors.append(abs(float(torch.linalg.slogdet(matrix)[1] - step.logdet[k])) / len(matrix))
     return max(errors)

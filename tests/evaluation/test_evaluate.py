@@ -31,7 +31,8 @@ from genmodels.models.build import build
 from genmodels.models.ddpm import DDPM
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.mels import NOISE, even_lengths, with_noise
-from genmodels.models.normalizing_flows import RealNVP
+from genmodels.models.normalizing_flows import RealNVP, TarFlow
+from genmodels.models.score import ScoreModel
 from genmodels.verification.check import run_check
 from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
@@ -391,6 +392,33 @@ def test_everything_of_one_model(digits, tmp_path):
     assert report(tmp_path / "again.json")["sampling"] == found["sampling"]  # taken from the cache
 
 
+def test_a_score_model_is_checked_by_its_ode(tmp_path):
+    data = {"_target_": "genmodels.data.toy.Toy", "set": "moons"}
+    model = ScoreModel(build(data).prepare().spec, net={"hidden": 8, "depth": 1}, ema_decay=0)
+    model.initialize(next(iter(build(data).prepare().loader("train", 64))))
+    save(model, tmp_path / "best.ckpt", data)
+    evaluate(f"ckpt={tmp_path}/best.ckpt", "ode=true", "ode_options.tolerance=1e-2", "limit=8",
+             "stages=[likelihood,checks]", f"out={tmp_path}/r.json", cwd=tmp_path)
+    checks = {check["name"]: check["status"] for check in report(tmp_path / "r.json")["checks"]}
+    assert checks["same seed, same value"] == checks["batch size 1 against 64"] == "passed"
+
+
+def test_a_density_of_noisy_data_gives_no_figure_of_items(tmp_path):
+    spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+    model = TarFlow(spec, patch=4, blocks=2, width=8, depth=1, heads=2, augment=0.1, preprocess="centre",
+                    class_conditional=True, ema_decay=0)  # fmt: skip
+    data = {"_target_": "genmodels.data.vision.Digits"}
+    model.initialize(next(iter(build(data).prepare().loader("train", 64))))
+    save(model, tmp_path / "best.ckpt", data)
+    out, _ = evaluate(f"ckpt={tmp_path}/best.ckpt", "limit=70", "samples=64", "features=random-conv", "force=true",
+                      "stages=[likelihood,fidelity]", f"out={tmp_path}/r.json", cwd=tmp_path)
+    found = report(tmp_path / "r.json")
+    assert "class of test items" not in out and found["samples"]["outside"]["share"] > 0
+    assert "moved to its ends" in out and "leaves that mass out" not in out and "unnormalised" not in out
+    assert str(model.log_likelihood(next(iter(build(data).prepare().loader("test", 2))))) == (
+        "no likelihood: its density is that of data with noise of 0.1")
+
+
 def test_guidance_is_of_the_samples_alone(tmp_path):
     """The same likelihoods and other samples, those of sample(guidance=...)."""
     spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -438,6 +466,13 @@ BAD = [
     ("ckpt=FLOW beam=8 length=0.5", 2, "length is for recognisers"),
     ("ckpt=FLOW recognizer=run beam=8", 2, "recognizer is for text-to-speech models"),
     ("ckpt=FLOW ode=true", 2, "is for diffusion models"),
+    ("ckpt=DIFFUSION ode=true ode_options.tol=0.1", 2, "got 'tol': did you mean 'tolerance'?"),
+    ("ckpt=DIFFUSION ode=true ode_options.tolerance=abc", 2, "tolerance must be a positive number, got 'abc'"),
+    ("ckpt=DIFFUSION ode=true ode_options.steps=3", 2, "steps is for solver=heun and rk4"),
+    ("ckpt=DIFFUSION ode=true ode_options.solver=rk4 ode_options.steps=2.5", 2, "steps must be a whole number"),
+    ("ckpt=DIFFUSION ode=true ode_options.solver=rk4 ode_options.tolerance=1e-3", 2, "tolerance is for solver=rk45"),
+    ("ckpt=DIFFUSION ode=true ode_options.probes=2", 2, "probes is for divergence=hutchinson"),
+    ("ckpt=DIFFUSION ode=false ode_options.tolerance=1e-3", 2, "ode_options have no part in this evaluation"),
     ("ckpt=FLOW ood=fasion_mnist", 2, "did you mean 'fashion_mnist'"),
     ("ckpt=FLOW ood=digits", 2, "ood=digits: these data do not fit the checkpoint"),
     ("ckpt=FLOW ood_data.root=x", 2, "ood=<name>"),
@@ -461,8 +496,9 @@ BAD = [
 
 @pytest.mark.parametrize("words, code, said", BAD, ids=[words for words, _, _ in BAD])
 def test_bad_input_is_answered_in_one_line(gaussians, digits, tmp_path, words, code, said):
-    for name, path in (("FLOW", f"{gaussians}/flow"), ("ENERGY", f"{gaussians}/energy"), ("DIGITS", str(digits))):
-        words = words.replace(name, path)
+    for name in ("FLOW", "DIFFUSION", "ENERGY"):
+        words = words.replace(name, f"{gaussians}/{name.lower()}")
+    words = words.replace("DIGITS", str(digits))
     words = words.split()
     out, err = evaluate(*words, cwd=tmp_path, code=code)
     messages = [line for line in err.splitlines() if line.startswith("genmodels evaluate: ")]

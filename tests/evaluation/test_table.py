@@ -186,9 +186,9 @@ def test_the_values_for_programs_are_numbers_and_what_each_kind_bounds():
 def test_the_parts_of_an_error_are_stated_and_add_up():
     error = {"se_data": 0.05, "se_items": 0.03, "se_mc": 0.04}
     table = make_table([report("a", line("lower_bound", nats(-90), **error))], [{"nats_0": nats(-90)}])
-    assert "1: the error 0.0500 adds up, in squares, from 0.0300 of the items, 0.0400 of the draws" in table.notes
+    assert "1: the error 0.0500 combines, in squares, 0.0300 from the items, 0.0400 from the draws" in table.notes
     table = make_table([report("a", line("lower_bound", nats(-90), **error | {"se_items": 0.0}))], [{}])
-    assert any("from too little to be seen of the items, 0.0400 of the draws" in note for note in table.notes)
+    assert any("an unmeasurably small part from the items, 0.0400 from the draws" in note for note in table.notes)
 
 
 def test_a_model_without_a_likelihood_has_no_number():

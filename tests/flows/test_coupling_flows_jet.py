@@ -118,12 +118,13 @@ def test_recomputing_changes_no_gradient():
 
 @pytest.mark.parametrize("make, words", [
     (lambda: jet((2,)), "jet takes images .* use model=realnvp for vectors and model=glow for sequences"),
-    (lambda: jet((1, 7, 8)), r"patches that divide the sides of \(1, 7, 8\)"),
-    (lambda: jet((1, 8, 8), couplings=0), "at least one coupling"),
-    (lambda: jet((1, 12, 12), levels=3), "at every level"),
-    (lambda: jet((1, 6, 6), couplings=2), "spatial = 2 makes none of 2 couplings one of positions, .* 3 x 3 patches"),
-    (lambda: jet((1, 8, 8), couplings=2, spatial=3), "spatial = 3 makes none of 2 couplings"),
-    (lambda: jet((1, 8, 8), patch=1), "patch = 1 leaves one channel"),
+    (lambda: jet((1, 7, 8)), "patch=2 does not divide the sides of images of 7 x 8; these do: 1"),
+    (lambda: jet((1, 8, 8), couplings=0), "couplings must be at least 1"),
+    (lambda: jet((1, 12, 12), levels=3), "levels=3 halves 6 x 6 patches more often .* smaller than patch=2"),
+    (lambda: jet((1, 6, 6), couplings=2), "spatial=2 asks for couplings of positions, .* 3 x 3 patches must be even"),
+    (lambda: jet((1, 8, 8), couplings=2, spatial=3), "couplings=2 at least spatial"),
+    (lambda: jet((1, 8, 8), patch=1), "patch=1 leaves one channel, .* divides both sides of 8 x 8, or model=tarflow"),
+    (lambda: jet((3, 8, 8), patch=1, levels=2), "an even number of channels .* patch=1 has 3"),
     (lambda: Flow(jet((1, 4, 4), couplings=2, cond=Condition("labels", 3), **TINY), StandardNormal((16,))).log_prob(
         torch.zeros(1, 1, 4, 4), torch.tensor([3])), "label 3 in row 0, the classes of this flow are 0..2"),
     (lambda: TokenNet(2, 4, cond=Condition("map", 2), **TINY), "conditioned on labels"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -565,7 +566,7 @@ def test_a_missing_condition_leaves_nothing_half_done():
 
 def test_a_failure_on_the_way_is_undone():
     flow, x = open_sequences(), torch.randn(16, 4, 8, generator=source())
-    coupling = flow.bijection.stages[1].layers[3]
+    coupling = flow.bijection.stages[0].layers[3]
     before, net = state(flow), coupling.net.forward
     coupling.net.forward = lambda *arguments: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -577,6 +578,19 @@ def test_a_failure_on_the_way_is_undone():
     assert not list(flow.bijection.uninitialized())
 
 
+def test_layers_after_the_last_that_starts_from_data_are_not_evaluated():
+    whole, x = shaken(open_sequences().bijection), torch.randn(16, 4, 8, generator=source()).double()
+    (first, last), (factor,) = whole.stages, whole.factors
+    one_by_one = copy.deepcopy(whole)
+    y = one_by_one.factors[0].initialize_forward(one_by_one.stages[0].initialize_forward(x))[:, : factor.kept]
+    one_by_one.stages[1].initialize_forward(y)
+    assert not list(one_by_one.uninitialized())
+    assert first.layers[1].starts_from_data and not last.layers[3].starts_from_data
+    last.layers[3].net.forward = lambda *arguments: 1 / 0
+    whole.initialize(x)
+    assert unchanged(whole, state(one_by_one))
+
+
 def test_a_failure_of_the_flow_undoes_the_dequantisation():
     class Given(VariationalDequantize):
         def initialize(self, *arguments, **options):
@@ -586,7 +600,7 @@ def test_a_failure_of_the_flow_undoes_the_dequantisation():
     condition = noise_condition((4, 8))
     assert condition.kind == "map"
     model = DiscreteFlow(Given(8, dequantisation_flow((4, 8), couplings=2, depth=1)), open_sequences())
-    model.flow.bijection.stages[1].layers[3].net.forward = lambda *arguments: 1 / 0
+    model.flow.bijection.stages[0].layers[3].net.forward = lambda *arguments: 1 / 0
     before = state(model)
     with pytest.raises(ZeroDivisionError):
         model.initialize(torch.randint(0, 8, (4, 4, 8), generator=source()), generator=source())

@@ -339,8 +339,17 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
 
 @pytest.mark.parametrize("make, words", [
     (lambda: tarflow((2,)), "takes images .* or sequences .*: use model=maf for vectors"),
-    (lambda: tarflow((1, 7, 8)), r"a patch that divides the sides of \(1, 7, 8\), got blocks = 6 and patch = 2"),
-    (lambda: tarflow((1, 8, 8), blocks=0), "at least one block"),
+    (lambda: tarflow((1, 7, 8)), "patch=2 does not divide the sides of images of 7 x 8; these do: 1"),
+    (lambda: tarflow((1, 8, 8), blocks=0), "blocks must be at least 1"),
+    (lambda: tarflow((1, 8, 8), patch=8), "patch=8 makes one token"),
+    (lambda: tarflow((2, 8), patch=8), "patch=8 makes one token"),
+    (lambda: tarflow((2, 9), patch=2), "does not divide the length of sequences of 9; these do: 1, 3, 9"),
+    (lambda: tarflow((3, 8, 8), patch=1, patches="far"), "patches=far needs patches of several pixels"),
+    (lambda: tarflow((1, 8, 8), blocks=2, order="rows_columns"), "from the third meta-block on"),
+    (lambda: MetaBlock((2, 3, 3), order=torch.randperm(9)), "order must be Permute"),
+    (lambda: MetaBlock((0, 3, 3)), "takes events of shape"),
+    (lambda: MetaBlock((1, 2, 2), cond=Condition("labels", 3), **TINY)(latents((1, 2, 2)), torch.zeros(3)),
+     "cond must be 3 labels"),
     (lambda: tarflow((2, 8), patch=2, patches="far"), "patches=far is for images"),
     (lambda: tarflow((2, 8), order="random"), "order=random is for images"),
     (lambda: tarflow((1, 8, 8), order="spiral"), "order"),
@@ -355,8 +364,10 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
         torch.zeros(2, 1, 2, 2), torch.tensor([3, 4])), "label 4 in row 1, the classes of this flow are 0..2"),
     (lambda: MetaBlock((1, 4, 4), cond=Condition("map", 2)), "conditioned on labels"),
     (lambda: block_of()(latents((2, 3, 4))), r"takes events of shape \(2, 3, 3\), got \(2, 3, 4\)"),
-    (lambda: Decoding(tokens=0), "at least one token"),
-    (lambda: Decoding(tolerance=-1.0), "tolerance of 0 or more"),
+    (lambda: Decoding(tokens=0), "tokens must be at least 1"),
+    (lambda: Decoding(tokens=1.5), "tokens must be a whole number"),
+    (lambda: Decoding(guidance=math.nan), "guidance must be a finite number"),
+    (lambda: Decoding(tolerance=-1.0), "tolerance must be a finite number from 0"),
 ])  # fmt: skip
 def test_errors_are_one_line(make, words, refuses):
     refuses(ValueError, words, make)

@@ -149,6 +149,9 @@ def test_decoded_latents_of_noisy_data_are_denoised():
     (lambda: TarFlow(DIGITS, augment=0.1), "augment=0.1 is for integers with model.preprocess=centre"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), augment=0.1, preprocess="centre"), "is for integers"),
     (lambda: TarFlow(DIGITS, augment=-1.0), "0 or more"),
+    (lambda: TarFlow(DIGITS, augment=0.1, preprocess="centre", dequantisation="variational"), "leave one of them out"),
+    (lambda: TarFlow(DataSpec("tracks", (4, 16)), preprocess="centre"), "preprocess=centre is for integers"),
+    (lambda: TarFlow(DataSpec("tracks", (4, 16)), alpha=0.1), "alpha=0.1 is for integers"),
     (lambda: TarFlow(DIGITS, augment=float("inf"), preprocess="centre"), "0 or more"),
     (lambda: TarFlow(DIGITS, cond_drop=0.5), "give class_conditional=true"),
     (lambda: TarFlow(DIGITS, class_conditional=True, base="class"), "give cond_drop=0"),
@@ -156,7 +159,7 @@ def test_decoded_latents_of_noisy_data_are_denoised():
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), dequantisation="level"), "is for integers"),
     (lambda: made().sample(1, lengths=[4]), "lengths are for sequences"),
     (lambda: TarFlow(DIGITS, components=4), "components=4 is for transform=mixture"),
-    (lambda: TarFlow(DIGITS, cond_drop=1.0), "a probability below 1"),
+    (lambda: TarFlow(DIGITS, cond_drop=1.0), "from 0 to below 1"),
     (lambda: made().sample(1, sampler="ddim"), "sampler"),
     (lambda: made().sample(1, guidance=2.0), "guidance needs a model that was trained with"),
 ])  # fmt: skip

@@ -7,11 +7,14 @@ import time
 import pytest
 import torch
 
-from genmodels.core.data import Batch
+from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import Interrupted, RunError
+from genmodels.flows.tarflow import MetaBlock, tarflow
+from genmodels.models.flow import FlowModel
 from genmodels.verification.checkpoints import NO_TIME, OF_CHECKPOINTS, ModelSubject, verify_checkpoint
-from genmodels.verification.maps import LAYER_CHECKS
+from genmodels.verification.maps import LAYER_CHECKS, TrainedFlow
 from tests.mutants.models import MUTANTS, OwnFlow
+from tests.parameters import scattered
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -29,6 +32,39 @@ def test_every_check_has_a_mutant():
 def subject(model, until: float = 60.0) -> ModelSubject:
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
     return ModelSubject(model, Batch(x), "raw", 0, {"weights": "raw", "seed": 0}, None, time.monotonic() + until, x)
+
+
+class LostFrame(MetaBlock):
+    """A meta-block whose log-determinant is off by a thousandth."""
+
+    def _forward(self, x, cond, mask):
+        z, logdet = super()._forward(x, cond, mask)
+        return z, logdet + 1e-3
+
+
+class Sequences(FlowModel):
+    """A flow of masked sequences, with a last layer of this class."""
+
+    family = "sequences"
+
+    def __init__(self, last: type[MetaBlock]):
+        super().__init__(DataSpec("tracks", (2, 6)), ema_decay=0.0)
+        self.assemble(tarflow((2, 6), patch=2, blocks=2, width=8, depth=1, heads=2))
+        self.core.flow.bijection.layers[1].layers[-1].__class__ = last
+
+
+@pytest.mark.parametrize("last, wrong", [
+    (MetaBlock, set()), (LostFrame, {"log-determinant of each layer", "log-determinant of the whole"}),
+])  # fmt: skip
+def test_padding_takes_no_part_in_the_checks_of_layers(last, wrong):
+    model = Sequences(last)
+    mask = torch.arange(6) < torch.tensor([2, 4, 6, 4, 2, 6, 4, 2])[:, None, None]
+    x = torch.where(mask, torch.randn(8, 2, 6, generator=torch.Generator().manual_seed(0)), -11.5)  # silence of mels
+    model.initialize(Batch(x, mask=mask))
+    scattered(model.core, seed=0)
+    flow = TrainedFlow(model.eval(), Batch(x, mask=mask), "raw", time.monotonic() + 60)
+    found = {check.name: check.status for check in LAYER_CHECKS.run(flow)}
+    assert {name for name, status in found.items() if status != "passed"} == wrong and len(found) >= 7
 
 
 def test_without_time_nothing_is_verified():
