@@ -74,7 +74,10 @@ def nice(hidden: int) -> Flow:
 
 def pixels(root: Path, train: bool) -> Tensor:
     """(N, 784) bytes."""
-    return MNIST(str(root), train=train, download=False).data.flatten(1)
+    try:
+        return MNIST(str(root), train=train, download=False).data.flatten(1)
+    except RuntimeError:
+        raise SystemExit(f"no MNIST in {root}: give the folder that holds MNIST/raw") from None
 
 
 def logits(x: Tensor, generator: torch.Generator) -> Tensor:

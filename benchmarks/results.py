@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from genmodels.evaluation.report import Measures, Scale
-from genmodels.evaluation.table import MEASURES, on_scale
+from genmodels.evaluation.table import MEASURES, measured, on_scale
 
 #: What is trained on each data set: the model's name in the table, and what is said to `genmodels train`.
 RUNS = {
@@ -76,6 +76,8 @@ EVALUATION = {
     "mnist-half-hour": ["importance_samples=1", "draws=5", "samples=1000", "stages=[likelihood,fidelity,cost]"],
 }
 
+_LENGTH = ("max_steps", "validate_every_n_steps", "limit_validation")  # what counts of the settings of the trainer
+
 
 def run(command: str, words: list[str]) -> None:
     """One command of genmodels in this process."""
@@ -109,10 +111,10 @@ def check_current(config: dict, folder: Path, words: list[str]) -> None:
 
     with composer("train") as hydra:
         wanted = hydra.compose(words)
-    for part in ("model", "data"):
+    for part in ("model", "data", "trainer"):
         then = flat(config[part])
         for key, value in flat(wanted[part]).items():
-            if key != "root" and then.get(key) != value:
+            if key != "root" and (part != "trainer" or key in _LENGTH) and then.get(key) != value:
                 raise SystemExit(f"{folder}: {part}.{key} was {then.get(key)!r} and is {value!r} today: delete the "
                                  "folder to train it again")
 
@@ -157,12 +159,23 @@ def mean_and_spread(values: list[float | None], digits: int) -> str:
     return f"{statistics.fmean(known):.{digits}f}{spread}"
 
 
+def over_seeds(found: list[dict], key: str, error: str) -> str:
+    """The mean over the seeds with the standard error of one: seeds share their items, whose error no mean reduces."""
+    known = [(one[key], one[error]) for one in found if one.get(key) is not None]
+    if not known:
+        return ""
+    values, errors = zip(*known, strict=True)
+    return measured(statistics.fmean(values), math.sqrt(statistics.fmean(e**2 for e in errors)))
+
+
 def as_markdown(tables: list[dict], labels: list[str]) -> str:
     """The lines of one data set: a row for each likelihood of each model, means over the tables of all seeds."""
     data = tables[0]["data"]
     unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
-    columns = ["model", unit, "kind, how", "SE", "Fréchet", "kernel distance", "precision", "recall",
-               "network evaluations", "samples/s", "parameters", "steps", "CPU minutes"]
+    gaps = any(line.get("kl_paired") is not None for model in tables[0]["models"] for line in model["likelihood"])
+    columns = ["model", unit, "kind, how", "SE", *(["above the entropy"] if gaps else []), "Fréchet",
+               "kernel distance", "precision", "recall", "network evaluations", "samples/s", "parameters", "steps",
+               "CPU minutes"]  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for m, label in enumerate(labels):
         models = [table["models"][m] for table in tables]
@@ -172,6 +185,8 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
             cells = [label if k == 0 else "", f"{line['mark']} {value}" if value else "none",
                      line["kind"] + (f", {line['how']}" if line["how"] else ""),
                      mean_and_spread([found[0].get("se_data")], places)]
+            if gaps:
+                cells.append(over_seeds(found, "kl_paired", "se_gap"))
             cells += _about(models) if k == 0 else [""] * 9
             lines.append("| " + " | ".join(cells) + " |")
     scale = []
@@ -189,9 +204,8 @@ def _about(models: list[dict]) -> list[str]:
     from genmodels.training.run import training_time
 
     fidelity, cost = [model["fidelity"] for model in models], [model["sampling"] for model in models]
-    cells = [mean_and_spread([one.get(key) for one in fidelity], 4 if key == "kernel" else 2)
-             for key, _ in MEASURES]
-    cells += [mean_and_spread([one.get(column) for one in cost], 0) for column in ("evaluations", "samples_per_second")]
+    cells = [over_seeds(fidelity, key, f"{key}_error") for key, _ in MEASURES]
+    cells += [f"{cost[0]['evaluations']:g}", mean_and_spread([one.get("samples_per_second") for one in cost], 0)]
     heads = [model["checkpoint"] for model in models]
     times = [training_time(Path(head["path"]).parent, "cpu_seconds") / 60 or None for head in heads]
     minutes = mean_and_spread(times, 1)
@@ -201,6 +215,8 @@ def _about(models: list[dict]) -> list[str]:
 def marks(page: Path, name: str) -> tuple[str, str]:
     """What stands before and after a table in the page."""
     before, after = f"<!-- table {name} -->\n", f"\n<!-- end of {name} -->"
+    if not page.is_file():
+        raise SystemExit(f"{page} does not exist")
     text = page.read_text()
     if before not in text or after not in text:
         raise SystemExit(f"{page} has no lines {before.strip()} and {after.strip()}")
@@ -232,6 +248,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--page", type=Path, help="a page with marks, as docs/results_small.md")
     given = parser.parse_args()
+    for pair in given.given:
+        model, _, folder = pair.partition("=")
+        if not any(model in RUNS[name] for name in given.sets):
+            parser.error(f"--given {pair}: give model=folder, the model one of "
+                         + ", ".join(dict.fromkeys(model for name in given.sets for model in RUNS[name])))
+        if not (Path(folder) / "best.ckpt").is_file():
+            parser.error(f"--given {pair}: {folder or 'the folder'} holds no best.ckpt")
     if given.given and len(given.seeds) > 1:
         parser.error("--given names runs of one seed: give one of --seeds")
     for name in given.sets if given.page is not None else ():

@@ -51,13 +51,20 @@ def flow_of(arguments) -> Bijection:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ckpt", nargs="?")
-    for name, value in {"side": 32, "n": 16, "blocks": 2, "width": 256, "repeats": 3, "threads": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("ckpt", nargs="?", help="a trained TarFlow; random weights without one")
+    options = {
+        "side": (32, "of images of three channels, for random weights"), "n": (16, "samples"),
+        "blocks": (2, "meta-blocks, for random weights"), "width": (256, "of the tokens, for random weights"),
+        "repeats": (3, "rounds, of which the median is printed"), "threads": (1, "of torch; CPU time is counted for 1"),
+    }
+    for name, (value, words) in options.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{words} ({value})")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     flow = flow_of(arguments).eval()
     blocks = [block for block in flow.modules() if isinstance(block, MetaBlock)]
+    if not blocks:
+        raise SystemExit(f"{arguments.ckpt} holds no TarFlow")
     z = torch.randn(arguments.n, *blocks[0].event_shape)
 
     def inverse(how: Decoding):

@@ -55,7 +55,7 @@ def _print_evaluation(paths: list[Path], request: Request) -> None:
     if found is not None:
         print(*found.lines, sep="\n")
         if found.failed:
-            raise RunError("; ".join(found.failed))
+            raise RunError("; ".join(dict.fromkeys(found.failed)))
 
 
 def evaluate(paths: list[Path], request: Request) -> Comparison | None:

@@ -363,7 +363,7 @@ def check_options(models: Sequence[Opened]) -> None:
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
         ("replicates", "draws", "diffusion bounds", request.replicates != 2),
         ("bound", "bound", "diffusion bounds", request.bound != "auto"),
-        (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
+        (" and ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("chains and densities", "chains", "energies of three or more dimensions, others take the sum over a grid",
          bool({"chains", "densities"} & set(request.partition))),
         ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
@@ -396,4 +396,4 @@ def check_options(models: Sequence[Opened]) -> None:
 
 def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
     held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
-    return InputError(f"{name} is for {families}: {held}")
+    return InputError(f"{name} {'are' if ' and ' in name else 'is'} for {families}: {held}")

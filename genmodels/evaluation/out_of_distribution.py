@@ -40,8 +40,8 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
 
     a_i is the share of `outside` below item i of `inside`, b_j that of `inside` above item j of `outside`. 1 separates
     the sets, 1/2 is chance, and below 1/2 `outside` has the larger values. Where no spread is seen, because a set has a
-    single item or A is 0 or 1, two errors are 3 / min(n, m): an event of that probability is missed in min(n, m)
-    draws with probability 0.05.
+    single item or A is 0 or 1, two errors are 3 / min(n, m), at most 1: an event of that probability is missed in
+    min(n, m) draws with probability 0.05.
 
     Source: DeLong, DeLong and Clarke-Pearson 1988; Hanley and Lippman-Hand 1983 (rule of three).
 
@@ -56,7 +56,7 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
                   for values in (torch.cat([inside, outside]), inside, outside))
     below, above = (both[:n] - a) / m, 1 - (both[n:] - b) / n
     variance = 0.0 if min(n, m) == 1 else float(below.var()) / n + float(above.var()) / m
-    return float(below.mean()), math.sqrt(variance) if variance else 1.5 / min(n, m)
+    return float(below.mean()), math.sqrt(variance) if variance else min(0.5, 1.5 / min(n, m))
 
 
 def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:

@@ -248,7 +248,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
             sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white
             picture = stack([grid(sources, len(sources), names=list(originals)), picture])
         save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples))
-        return [f"{len(samples.x)} samples: {target}"]
+        return [f"{len(samples.x)} sample{'s' * (len(samples.x) != 1)}: {target}"]
     if spec.mel is not None:
         return [f"{len(samples.x)} samples as .wav and .png: {target}", *write_sounds(samples, spec, target)]
     return [f"{len(samples.x)} samples as single images: {target}", *write_images(samples, spec, target)]

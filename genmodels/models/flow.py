@@ -25,7 +25,7 @@ from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow, NoisyFlow
 from genmodels.flows.flow import Flow
 from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import Logit, Shift, Standardise, channel_moments
-from genmodels.flows.squeeze import Flatten
+from genmodels.flows.squeeze import Flatten, Squeeze1d
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
@@ -264,6 +264,11 @@ class FlowModel(GenerativeModel):
         index, temperature = self.numbered(options.n, options.start), options.temperature
         noise = KeyedGenerator(options.seed, index, "sample")
         mask = frames_of(options.lengths, index, self.spec)
+        group = math.prod(layer.factor for layer in self.core.modules() if isinstance(layer, Squeeze1d))
+        for length in options.lengths or ():
+            if length % group:
+                raise InputError(f"lengths must be multiples of {group} frames, which this flow takes together, got "
+                                 f"{length}")
         with torch.no_grad():
             core, outside = self.weights(options.weights), None
             if self.spec.levels is None:

@@ -232,7 +232,8 @@ def compare(
             continue
         done.append((evaluation, target))
     if not done:
-        raise first if len(failures) == 1 else RunError("; ".join(failures.values()))
+        messages = dict.fromkeys(failures.values())
+        raise first if len(messages) == 1 else RunError("; ".join(messages))
     for evaluation, target in done:
         lines += _write(evaluation, target)
         options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})

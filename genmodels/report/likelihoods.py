@@ -30,21 +30,28 @@ _TAIL = 0.002  # share of items beyond either end of a histogram, which are coun
 
 
 def headline(models: list[Model]) -> list[tuple[str, str, str]]:
-    """The name of every model, its first likelihood, and a description of its kind."""
+    """The name of every model, the best likelihood of the kind of its first, and a description of that kind."""
     entries = []
     for model in models:
         line = next(iter(model.report.likelihood), None)
         if line is None:
             entries.append((model.name, "no likelihood", ""))
             continue
+        line = min((one for one in model.report.likelihood if one.kind == line.kind and one.value is not None),
+                   key=lambda one: one.value, default=line)
         title, meaning, _ = KINDS[line.kind]
-        recipe = line.how if line.how.startswith(line.label) else ", ".join(filter(None, [line.label, line.how]))
+        recipe = ", ".join(dict.fromkeys(filter(None, f"{line.label}, {line.how}".split(", "))))
         words = f"{_lower(title)}: {meaning}. "
         if line.kind != "unnormalised":
-            words += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items, error over them."
+            words += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items{_errors(line)}."
             words += f" {line.unreliable.capitalize()}." if line.unreliable else ""
         entries.append((model.name, with_mark(line), words))
     return entries
+
+
+def _errors(line: LikelihoodLine) -> str:
+    over = " and ".join(name for name, part in line.parts_of_error.items() if part)
+    return f", standard error over {over}" if over else ""
 
 
 def main_table(table: Table, models: list[Model]) -> list[Listing]:

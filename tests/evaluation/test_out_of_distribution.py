@@ -22,7 +22,7 @@ def test_the_area_is_the_share_of_pairs_in_order():
     assert error == pytest.approx(float(variance.sqrt()), abs=1e-12)
     assert auroc(b, a)[0] == pytest.approx(1 - area, abs=1e-12)
     assert auroc(torch.ones(3), torch.zeros(4)) == (1.0, 0.5)  # three draws can miss an event of probability 1/2
-    assert auroc(torch.tensor([1.0]), torch.tensor([0.0, 2.0]))[1] == 1.5
+    assert auroc(torch.tensor([1.0]), torch.tensor([0.0, 2.0]))[1] == 0.5
 
 
 def test_the_error_of_the_area_is_that_of_the_bootstrap():

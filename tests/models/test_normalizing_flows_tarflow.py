@@ -158,6 +158,8 @@ def test_decoded_latents_of_noisy_data_are_denoised():
     (lambda: TarFlow(DIGITS, noise=0.3), "noise=0.3 is for mels"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), dequantisation="level"), "is for integers"),
     (lambda: made().sample(1, lengths=[4]), "lengths are for sequences"),
+    (lambda: TarFlow(DataSpec("tracks", (4, 16)), patch=4, blocks=1, width=8, depth=1, heads=2).sample(1, lengths=[6]),
+     "lengths must be multiples of 4 frames, which this flow takes together, got 6"),
     (lambda: TarFlow(DIGITS, components=4), "components=4 is for transform=mixture"),
     (lambda: TarFlow(DIGITS, cond_drop=1.0), "from 0 to below 1"),
     (lambda: made().sample(1, sampler="ddim"), "sampler"),
