@@ -375,6 +375,7 @@ def about_log_z(made: dict) -> str:
 
 def _on_model(report: Report) -> list[str]:
     notes = []
+    none = all(line.kind == "unnormalised" for line in report.likelihood)
     fidelity, sampling, checks = report.fidelity, report.sampling, report.checks
     if isinstance(fidelity, Skipped):
         notes.append(f"samples were not compared: {fidelity.skipped}")
@@ -387,10 +388,9 @@ def _on_model(report: Report) -> list[str]:
         notes.append(f"{fidelity.n} samples against as many held-out items; {fidelity.memorisation['said']}")
     guidance = report.samples.made.get("guidance") if report.samples else None
     if guidance is not None:
-        notes.append(f"samples drawn with guidance {guidance:g}; the likelihood is without it")
+        notes.append(f"samples drawn with guidance {guidance:g}" + ("" if none else "; the likelihood is without it"))
     outside = report.samples and report.samples.outside
     if outside:
-        none = all(line.kind == "unnormalised" for line in report.likelihood)
         leaves = "" if none else "; the likelihood leaves that mass out"
         share = f"{outside['share']:.3%} +- {outside['error']:.3%}"
         notes.append(f"{share} of the values of {outside['n']} samples lay outside the range of the levels and were "
