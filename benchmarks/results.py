@@ -174,7 +174,7 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
     unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
     gaps = any(line.get("kl_paired") is not None for model in tables[0]["models"] for line in model["likelihood"])
     columns = ["model", unit, "kind, how", "SE", *(["above the entropy"] if gaps else []), "Fréchet",
-               "kernel distance", "precision", "recall", "network evaluations", "samples/s", "parameters", "steps",
+               "kernel distance", "precision", "recall", "network evaluations", "samples/s", "parameters", "step",
                "CPU minutes"]  # fmt: skip
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for m, label in enumerate(labels):
