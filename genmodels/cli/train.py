@@ -274,8 +274,9 @@ def _notes(
         if before != steps:
             lines.append(f"the run now has {steps} steps instead of {before}; from here on the learning rate follows "
                          "the new length")
-    if options.compile and not network.compiled_parts():
-        lines.append(f"trainer.compile has no effect on {network.family}, which needs second derivatives")
+    if options.compile:
+        lines.append("the first step compiles the network, which may take minutes" if network.compiled_parts() else
+                     f"trainer.compile has no effect on {network.family}, which needs second derivatives")
     return lines
 
 
