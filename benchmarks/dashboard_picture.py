@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parents[1]
 ENTROPY = 1.0076  # nats, of the two moons with noise 0.1
 MODELS = {"ddpm": [], "nsf": [], "energy": []}
-PANELS = [("val/nll", (0.9, 5)), ("train/loss", None), ("train/gradient_norm", None)]
+PANELS = [("val/nll", (0.95, 1.7)), ("train/loss", None), ("train/gradient_norm", None)]
 
 
 def train(folder: Path, steps: int) -> None:
