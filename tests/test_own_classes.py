@@ -22,7 +22,8 @@ from genmodels.models.optimizer import Optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 SOURCE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
-COMMANDS = [line.split()[1:] for line in PAGE.splitlines() if line.startswith("genmodels ") and "trust=[mine]" in line]
+LINES = [line for line in PAGE.splitlines() if line.startswith("genmodels ") and "trust=[mine]" in line]
+COMMANDS = [shlex.split(line)[1:] for line in LINES]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +31,14 @@ from genmodels.speech.audio import log_mel, read_wav, resample, write_wav
 from genmodels.speech.decoding import Search
 from genmodels.speech.recognition import pooled, word_edits
 from tests.cli.test_say import checkpoint
-from tests.speech.test_audio import CLIPS
+from tests.speech.test_audio import speechlike
 from tests.untrained import write
 
 NET = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3}
-FILES = [str(CLIPS / "LJ001-0002.wav"), str(CLIPS / "LJ001-0013.wav")]
+FOLDER = tempfile.TemporaryDirectory()  # until the tests end
+FILES = [f"{FOLDER.name}/{name}.wav" for name in ("first", "second")]
+for seed, file in enumerate(FILES):
+    write_wav(file, speechlike(40_000 + 15_000 * seed, seed), 22050)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +199,7 @@ def test_the_texts_have_bits_given_the_sound(ckpt):
     recogniser, _ = _recogniser(Request(recognizer=ckpt, device="cpu"), {})
     batch = Speech().prepare().split("test").__getitems__([0, 1])
     model = recogniser.model
-    waves = [read_wav(CLIPS / f"{name}.wav")[0] for name in ("LJ001-0002", "LJ001-0013")]
+    waves = [read_wav(file)[0] for file in FILES]
     texts = model.said(batch)
     found = recogniser.bits(waves, 22050, texts)
     nats = []

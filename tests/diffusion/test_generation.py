@@ -181,7 +181,7 @@ def test_sampling_errors(options, said):
 def test_guidance_needs_classes():
     with pytest.raises(ValueError, match="model with classes"):
         small(POINTS).sample(2, guidance=2.0)
-    with pytest.raises(ValueError, match="cond_drop is a probability"):
+    with pytest.raises(ValueError, match="cond_drop must be from 0 to below 1"):
         small(cond_drop=1.0)
 
 
