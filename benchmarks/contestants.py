@@ -25,30 +25,32 @@ UNET = {"channels": 32, "multipliers": [1, 2, 2], "blocks": 1, "attention_at": [
 
 @dataclass
 class Contestant:
-    """What is trained, and how it is used: `loss(batch, key)`, `bits(batch)` of each item, `draw(n, start)` or None.
+    """What is trained, and its use: `loss(batch, key)`, `bits(batch, terms)` of each item, `draw(n, start)` or None.
 
     `model` holds all that is learned and averaged, `begin` takes the first batch, `after` the number of a step that is
-    done, `clip` bounds the gradient, the rate rises in `warmup` steps; `density(v)` is a flow's (latents, log p).
+    done, `clip` bounds the gradient, the rate rises in `warmup` steps and with `decay` falls by a cosine to zero at the
+    end of the budget; `density(v)` is a flow's (latents, log p).
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[Batch, KeyedGenerator], Tensor]
-    bits: Callable[[Batch], Tensor]
+    bits: Callable[[Batch, int], Tensor]
     draw: Callable[[int, int], Tensor] | None = None
     begin: Callable[[Batch], None] = lambda batch: None
     after: Callable[[int], None] = lambda step: None
     clip: float = math.inf
     warmup: int = 1
+    decay: bool = False
     density: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
-    """A model of genmodels: a flow by one dequantisation, diffusion by five terms of the bound and 50 steps.
+    """A model of genmodels: a flow by one dequantisation, diffusion by `terms` of the bound an item and 50 steps.
 
     `theirs` has the weights where the network is a peer's.
     """
-    asked, drawn = ({"draws": 5}, {"steps": 50}) if hasattr(model, "elbo") else ({}, {})
+    diffusion = hasattr(model, "elbo")
 
     def after(step: int) -> None:
         if model.ema is not None:
@@ -57,8 +59,10 @@ def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
     return Contestant(
         model, torch.optim.Adam((theirs or model.core).parameters(), lr=1e-3),
         lambda batch, key: model.loss(batch, key).value,
-        lambda batch: -model.log_likelihood(batch, **asked).nats / (model.spec.dims * math.log(2)),
-        lambda n, start: model.sample(n, start=start, **drawn).x, model.initialize, after,
+        lambda batch, terms: -model.log_likelihood(batch, **({"draws": terms} if diffusion else {})).nats
+        / (model.spec.dims * math.log(2)),
+        lambda n, start: model.sample(n, start=start, **({"steps": 50} if diffusion else {})).x,
+        model.initialize, after,
     )
 
 
@@ -89,7 +93,7 @@ def flow_of(spec: DataSpec, net: nn.Module, density: Callable, sample: Callable,
 
     return Contestant(
         net, optimizer or torch.optim.Adam(net.parameters(), lr=1e-3), lambda batch, key: bits(batch, key).mean(),
-        in_evaluation(net, lambda batch: bits(batch, KeyedGenerator(0, batch.index, "dequantise"))),
+        in_evaluation(net, lambda batch, terms: bits(batch, KeyedGenerator(0, batch.index, "dequantise"))),
         in_evaluation(net, draw), density=density,
     )
 
@@ -179,7 +183,7 @@ def lucidrains_ddpm(spec: DataSpec) -> Contestant:
 
 
 def diffusers_ddpm(spec: DataSpec) -> Contestant:
-    """UNet2DModel with the loss, optimiser, clipping and warm-up of the training example of diffusers."""
+    """UNet2DModel with the loss, optimiser, clipping, warm-up and decay of the training example of diffusers."""
     from diffusers import DDPMScheduler, UNet2DModel
 
     unet = UNet2DModel(
@@ -198,7 +202,8 @@ def diffusers_ddpm(spec: DataSpec) -> Contestant:
 
     model = DDPM(spec, schedule="linear", parameterisation="eps", class_conditional=False, ema_decay=0.0,
                  net=by_step(network, DiscreteSchedule(scheduler.betas.double())))  # fmt: skip
-    return in_place_of_ours(model, unet, torch.optim.AdamW(unet.parameters(), lr=1e-4), loss, clip=1.0, warmup=500)
+    return in_place_of_ours(model, unet, torch.optim.AdamW(unet.parameters(), lr=1e-4), loss, clip=1.0, warmup=500,
+                            decay=True)  # fmt: skip
 
 
 def torchcfm_flow_matching(spec: DataSpec) -> Contestant:
@@ -224,7 +229,7 @@ def energy_of(spec: DataSpec, loss_of: Callable[[Energy], Callable[[Tensor, Keye
     model, exact = Energy(EnergyMLP(spec.event_shape, hidden=(128,) * 3)), ExactScoreMatching()
     loss = loss_of(model)
     return Contestant(model, torch.optim.Adam(model.parameters(), lr=1e-3), lambda batch, key: loss(batch.x, key),
-                      lambda batch: exact(model, batch.x).detach())  # fmt: skip
+                      lambda batch, terms: exact(model, batch.x).detach())  # fmt: skip
 
 
 def our_sliced(model: Energy) -> Callable[[Tensor, KeyedGenerator], Tensor]:
@@ -246,10 +251,19 @@ def torchebm_sliced(model: Energy, projections: int) -> Callable[[Tensor, KeyedG
     return lambda x, key: loss(x)
 
 
+def at_our_rate(contestant: Contestant, rate: float = 1e-3) -> Contestant:
+    """The same with the rate, warm-up, decay and clipping of our presets of diffusion."""
+    for group in contestant.optimizer.param_groups:
+        group["lr"] = rate
+    return replace(contestant, warmup=100, decay=True, clip=1.0)
+
+
 REALNVP = {"layout": ["squeeze", "channel*4", "split", "squeeze", "channel*4"], "hidden": 64, "depth": 2}
 DIFFUSION = {"net": UNET, "class_conditional": False, "ema_decay": 0.999}
-#: As in configs/preset: Fourier features of the pixels, and 100 steps of warm-up.
+#: As in configs/preset: Fourier features of the pixels.
 PRESET = DIFFUSION | {"net": UNET | {"fourier": [3, 4, 5, 6, 7]}}
+#: As in experiment=ddpm_mnist_likelihood.
+BOUND = PRESET | {"objective": "hybrid", "schedule": "linear_log_snr"}
 #: The batch and the contestants of each race, ours first.
 RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
     "glow": (128, {
@@ -261,9 +275,12 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
         "genmodels": lambda spec: replace(ours(RealNVP(spec, **REALNVP, ema_decay=0.0)), clip=1.0),
         "nflows": lambda spec: replace(nflows_realnvp(spec), clip=1.0)}),
     "ddpm": (64, {
-        "genmodels": lambda spec: ours(DDPM(spec, **DIFFUSION)),
-        "genmodels, its preset": lambda spec: replace(ours(DDPM(spec, objective="hybrid", **PRESET)), warmup=100),
-        "denoising-diffusion-pytorch": lucidrains_ddpm, "diffusers": diffusers_ddpm}),
+        "genmodels": lambda spec: at_our_rate(ours(DDPM(spec, **DIFFUSION))),
+        "genmodels, for likelihood": lambda spec: at_our_rate(ours(DDPM(spec, **BOUND)), 2e-3),
+        "denoising-diffusion-pytorch": lucidrains_ddpm,
+        "denoising-diffusion-pytorch, our rate": lambda spec: at_our_rate(lucidrains_ddpm(spec)),
+        "diffusers": diffusers_ddpm,
+        "diffusers, our rate": lambda spec: at_our_rate(diffusers_ddpm(spec))}),
     "flow_matching": (64, {
         "genmodels": lambda spec: ours(FlowMatchingModel(spec, **DIFFUSION)),
         "genmodels, its preset": lambda spec: replace(ours(FlowMatchingModel(spec, **PRESET)), warmup=100),

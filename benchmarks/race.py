@@ -10,12 +10,13 @@ budget is CPU seconds of training: batches, noise, loss, backward, optimiser, bu
 and evaluation. After each turn the negative log-likelihood of test items is taken, and the Frechet distance
 of as many samples as test items in our features. A race that was stopped goes on where it was.
 
-Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset. Flows have Adam
-at 1e-3 throughout, those of RealNVP gradients of norm 1 at most, without which ours loses in a step what it learned in
-minutes; the others have what their example or preset says, without a decay. A peer's flow gives log p(v) of v = (x +
-u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim, as ours does; before a race its density is compared with its base and
-autograd's determinant, on 4 x 4 pixels. A peer's diffusion network is trained by its own loss and put in the place of
-ours, on its own schedule, for our bound and our sampler.
+Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset or, in the race
+of DDPM, as for likelihood; there peers run as in their example and at our rate (the same warm-up, decay and clipping).
+Flows have Adam at 1e-3 throughout, those of RealNVP gradients of norm 1 at most, without which ours loses in a step
+what it learned in minutes. A peer's flow gives log p(v) of v = (x + u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim,
+as ours does; before a race its density is compared with its base and autograd's determinant, on 4 x 4 pixels. A peer's
+diffusion network is trained by its own loss and put in the place of ours, on its own schedule, for our bound and our
+sampler.
 
 Score matching runs on the white columns of a UCI table, split and filled as in uci_energy.py, with one network for all,
 batches of 100 and Adam at 1e-3; in the place of bits/dim stands the exact score-matching loss of the test rows.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +47,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.vision import MNIST, FashionMNIST
 from genmodels.evaluation.features import Cache, Items, network_for
 from genmodels.evaluation.fidelity import frechet_with_error
+from genmodels.evaluation.table import measured
 
 DATA = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 SHARES = (0.25, 0.5, 1.0)
@@ -108,6 +111,8 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
             contestant.begin(batch)
         for group, rate in zip(contestant.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, (step + 1) / contestant.warmup)
+            if contestant.decay:
+                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * spent / given.seconds)
         loss = contestant.loss(batch, KeyedGenerator(given.seed, index, "train"))
         contestant.optimizer.zero_grad()
         finite = bool(torch.isfinite(loss))
@@ -135,7 +140,7 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
 def evaluated(contestant: Contestant, spec: DataSpec, train: Batch, test: Batch, given: argparse.Namespace) -> dict:
     """Bits/dim of the first test items, and the Frechet distance of as many samples as items, with standard errors."""
     parts = torch.arange(min(given.items, len(test.x))).split(250)
-    values = torch.cat([contestant.bits(test.rows(part)) for part in parts]).double()
+    values = torch.cat([contestant.bits(test.rows(part), given.terms) for part in parts]).double()
     likelihood = {"bits": float(values.mean()), "bits_se": float(values.std()) / math.sqrt(len(values)),
                   "items": len(values)}  # fmt: skip
     if contestant.draw is None:
@@ -173,6 +178,8 @@ def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
             except subprocess.CalledProcessError as failed:
                 if failed.returncode == MISSING:
                     continue
+                if failed.returncode in (130, -signal.SIGINT):
+                    raise KeyboardInterrupt from None
                 raise SystemExit(f"{race}: {name} ended with exit code {failed.returncode}") from None
             found[name] = json.loads(file.read_text())
             sizes = [known["parameters"] for known in found.values()]
@@ -185,36 +192,50 @@ def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
 def row(race: str, name: str, known: dict, number: int) -> str:
     """A line of the table, with standard errors."""
     mark = known["marks"][number]
-    distance = f"{mark['frechet']:.2f} ({mark['frechet_se']:.2f})" if "frechet" in mark else ""
+    distance = measured(mark.get("frechet"), mark.get("frechet_se"))
     skipped = f", {mark['skipped']} of them skipped" if mark["skipped"] else ""
-    return (f"| {race} | {name} | {known['parameters']:,} | {mark['seconds']:.0f} | {mark['steps']}{skipped} | "
-            f"{mark['bits']:.4f} ({mark['bits_se']:.4f}) | {distance} |")
+    bound = "" if race == "score_matching" else "<= "
+    return (f"| {race} | {name} | {known['parameters']:,} | {mark['seconds']:.0f} | {mark['steps']:,}{skipped} | "
+            f"{bound}{measured(mark['bits'], mark['bits_se'])} | {distance} |")
+
+
+def scale(given: argparse.Namespace) -> str:
+    """The Frechet distances of items that are no samples, at the same n."""
+    data = DATA[given.data](root=given.root, download=False).prepare()
+    train, val, test = (next(iter(data.loader(name, 60_000))) for name in ("train", "val", "test"))
+    items = Items(data.spec, train.x, test.x, train.cond, test.cond, data.spec.name, Cache(given.out / "features"))
+    features, n = network_for(items), given.samples
+    noise = torch.randint(0, data.spec.levels, test.x[:n].shape).to(test.x)
+    others = {"other held-out items": val.x[:n], "noise": noise}
+    found = [(frechet_with_error(features(x), features(test.x[:n])), name) for name, x in others.items()]
+    distances = ", ".join(f"{measured(distance.value, distance.error)} of {name}" for distance, name in found)
+    return f"Fréchet distances of n = {n} to as many test items: {distances}"
 
 
 def picture(races: dict[str, dict[str, dict]], path: Path) -> None:
-    """Learning curves: training loss, a running mean of twenty steps; of flows the test items too, at the marks."""
+    """Bounds and Frechet distances at the marks; of flows, whose loss is a bound, that of training too."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(races), figsize=(5.5 * len(races), 4), squeeze=False, constrained_layout=True)
-    for axis, (race, contestants) in zip(axes[0], races.items(), strict=True):
-        ends = []
+    figure, axes = plt.subplots(len(races), 2, figsize=(13, 4 * len(races)), squeeze=False, constrained_layout=True)
+    for (left, right), (race, contestants) in zip(axes, races.items(), strict=True):
         for number, (name, known) in enumerate(contestants.items()):
-            curve = [point for point in known["curve"] if point[1] is not None]
-            smooth = [statistics.fmean(loss for _, loss in curve[k - 19 : k + 1]) for k in range(19, len(curve))]
-            axis.plot([seconds for seconds, _ in curve[19:]], smooth, color=f"C{number}", label=name)
-            ends += smooth[-1:]
-            if race in FLOWS:
-                marks = [(mark["seconds"], mark["bits"]) for mark in known["marks"]]
-                axis.plot(*zip(*marks, strict=True), "o", color=f"C{number}", label=f"{name}, test")
-        unit = "bits/dim" if race in FLOWS else "loss"
-        axis.set(title=race, xlabel="CPU seconds of training, one thread", ylabel=unit)
-        if ends and min(ends) > 0:
-            axis.set_ylim(0, 3 * max(ends))
-        axis.legend(fontsize=8)
+            shown, marks = {"color": f"C{number}", "capsize": 3, "marker": "o", "label": name}, known["marks"]
+            seconds = [mark["seconds"] for mark in marks]
+            for axis, key in ((left, "bits"), (right, "frechet")):
+                if key in marks[0]:
+                    values, errors = ([mark[name] for mark in marks] for name in (key, f"{key}_se"))
+                    axis.errorbar(seconds, values, errors, **shown)
+            curve = [point for point in known["curve"] if point[1] is not None] if race in FLOWS else []
+            smooth = [statistics.fmean(loss for _, loss in curve[k - 10 : k + 10]) for k in range(10, len(curve) - 9)]
+            left.plot([when for when, _ in curve[10 : len(curve) - 9]], smooth, color=f"C{number}", alpha=0.4)
+        unit = "exact score-matching loss" if race == "score_matching" else "test bound, bits/dim"
+        left.set(title=race, xlabel="CPU seconds of training, one thread", ylabel=unit)
+        right.set(xlabel="CPU seconds of training, one thread", ylabel="Fréchet distance", yscale="log")
+        right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=100)
 
 
-KEPT = ("seconds", "data", "root", "out", "items", "samples", "seed")  # passed on to each turn
+KEPT = ("seconds", "data", "root", "out", "items", "terms", "samples", "seed")  # passed on to each turn
 
 
 def settings(given: argparse.Namespace) -> dict:
@@ -231,12 +252,16 @@ def main() -> None:
     parser.add_argument("--root", default="data", help="folder of the data")
     parser.add_argument("--out", type=Path, default=Path("runs/race"))
     parser.add_argument("--items", type=int, default=10_000, help="test items, the first ones")
+    parser.add_argument("--terms", type=int, default=1, help="of the bound of diffusion, for each item")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--turn", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if not given.seconds > 0 or min(given.items, given.samples) < 2 or given.terms < 1:
+        parser.error("--seconds must be positive, --items and --samples at least 2, --terms at least 1, got "
+                     f"{given.seconds:g}, {given.items}, {given.samples} and {given.terms}")
     given.out.mkdir(parents=True, exist_ok=True)
     if given.turn is not None:
         try:
@@ -250,12 +275,14 @@ def main() -> None:
             parser.error(f"{race} does not run on --data {given.data}: score_matching takes the file of a table, "
                          f"others {' or '.join(DATA)}")
     found = {race: run(given, race) for race in given.races}
-    print("| race | contestant | parameters | CPU seconds | steps | bits/dim or exact loss | Fréchet distance |")
+    print("| race | contestant | parameters | CPU seconds | steps | test bound, bits/dim | Fréchet distance |")
     print("|---" * 7 + "|")
     for race, contestants in found.items():
         for name, known in contestants.items():
             for number in range(len(known["marks"])):
                 print(row(race, name, known, number))
+    if given.data in DATA:
+        print(scale(given))
     if given.picture is not None:
         picture(found, given.picture)
 
@@ -265,3 +292,7 @@ if __name__ == "__main__":
         main()
     except InputError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:  # of a turn too, whose parent says it
+        if "--turn" not in sys.argv:
+            print("stopped: the same command goes on with the turn that was stopped", flush=True)
+        sys.exit(130)
