@@ -205,7 +205,7 @@ def scale(given: argparse.Namespace) -> str:
     train, val, test = (next(iter(data.loader(name, 60_000))) for name in ("train", "val", "test"))
     items = Items(data.spec, train.x, test.x, train.cond, test.cond, data.spec.name, Cache(given.out / "features"))
     features, n = network_for(items), given.samples
-    noise = torch.randint(0, data.spec.levels, test.x[:n].shape).to(test.x)
+    noise = torch.randint(0, data.spec.levels, test.x[:n].shape, generator=torch.Generator().manual_seed(0)).to(test.x)
     others = {"other held-out items": val.x[:n], "noise": noise}
     found = [(frechet_with_error(features(x), features(test.x[:n])), name) for name, x in others.items()]
     distances = ", ".join(f"{measured(distance.value, distance.error)} of {name}" for distance, name in found)
