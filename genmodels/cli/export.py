@@ -19,7 +19,7 @@ from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
 from genmodels.flows.flow import Flow
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of, write_exported
-from genmodels.models.density import is_flow
+from genmodels.models.density import is_flow, is_of_noisy_data
 from genmodels.models.glow_tts import GlowTTS
 
 _ROWS = 5  # of an example: unlikely to equal another size, with which the tracer would confuse it
@@ -158,7 +158,7 @@ def _inverse(flow: Flow, z: Tensor, cond: Tensor | None = None) -> Tensor:
 
 def _noise(model: GenerativeModel) -> str:
     """The noise u that the flow was trained with, in words."""
-    if getattr(model, "augment", 0):
+    if is_of_noisy_data(model):
         return f"u = 1/2 + {model.augment / 2 * model.spec.levels:g} n, n normal: the density is that of noisy data"
     if model.dequantisation == "uniform":
         return "u uniform in [0, 1)"

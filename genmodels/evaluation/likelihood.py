@@ -32,7 +32,7 @@ from genmodels.evaluation.report import (
     notes_on,
 )
 from genmodels.models.checkpoint import weights_of
-from genmodels.models.density import extent_of, midpoints, on_grid
+from genmodels.models.density import extent_of, is_of_noisy_data, midpoints, on_grid
 from genmodels.plots.images import truth_of
 
 _AUTO_BUDGET = 100_000  # network evaluations of `draws=auto`, as far as 5 to 100 strata allow
@@ -85,7 +85,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         options |= chosen_partition(request.partition, opened.limited)
     if "importance_samples" in known:
         # An exact density needs no importance samples.
-        several = model.spec.levels and not getattr(model, "augment", 0)  # which has no likelihood
+        several = model.spec.levels and not is_of_noisy_data(model)
         counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if several else [1]
         lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
                        options | {"importance_samples": k}) for k in counts]

@@ -34,7 +34,7 @@ from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class
 from genmodels.evaluation.speech import speech_of, transcription_of
 from genmodels.flows.flow import class_posterior
 from genmodels.models.checkpoint import weights_of
-from genmodels.models.density import is_flow
+from genmodels.models.density import is_flow, is_of_noisy_data
 
 
 def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Sequence[str] = ()) -> dict:
@@ -389,7 +389,7 @@ class FidelityStage:
     def _asked_classes(self) -> dict | None:
         """The accuracy of p(y|x) of a class-conditional flow."""
         model, spec = self.state.opened.model, self.state.opened.spec
-        if not is_flow(model) or model.num_classes is None or getattr(model, "augment", 0):  # which has no likelihood
+        if not is_flow(model) or model.num_classes is None or is_of_noisy_data(model):
             return None
         batch = self.state.opened.evaluated(_LABELLED)
         if batch.cond is None:

@@ -141,6 +141,17 @@ def levels_fault(x: Tensor, levels: int, mask: Tensor | None) -> Fault | None:
     return Fault(wrong, message)
 
 
+def frames_together(bijection: Bijection) -> int:
+    """How many neighbouring frames the squeezes of a bijection of sequences turn into one.
+
+    Example:
+        >>> from genmodels.flows.composition import Compose
+        >>> frames_together(Compose([Squeeze1d(2), Squeeze1d(2)], (3, 8)))
+        4
+    """
+    return math.prod(layer.factor for layer in bijection.modules() if isinstance(layer, Squeeze1d))
+
+
 def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) -> Fault | None:
     """Masks (B, 1, T) that are neither all True nor all False in a group of frames that a squeeze makes one."""
     if mask is None or mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1 or len(event_shape) != 2:
@@ -149,7 +160,7 @@ def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) ->
     whole = bijection.in_mask(bijection.out_mask(mask))
     if whole.shape != mask.shape:
         return None
-    factor = math.prod(layer.factor for layer in bijection.modules() if isinstance(layer, Squeeze1d))
+    factor = frames_together(bijection)
     return Fault(
         whole != mask,
         lambda row: f"mask: the valid frames of row {row} ({int(mask[row].sum())} of {mask.shape[-1]}) are no whole "

@@ -49,6 +49,19 @@ def is_energy(model: GenerativeModel) -> bool:
     return hasattr(model, "normaliser") and hasattr(model.core, "energy")
 
 
+def is_of_noisy_data(model: GenerativeModel) -> bool:
+    """Whether the model has the density of data with noise alone, hence no likelihood: a flow trained with `augment`.
+
+    Example:
+        >>> from genmodels.core.data import DataSpec
+        >>> from genmodels.models.normalizing_flows import TarFlow
+        >>> small = {"patch": 4, "blocks": 1, "width": 8, "depth": 1, "heads": 2, "preprocess": "centre"}
+        >>> [is_of_noisy_data(TarFlow(DataSpec("digits", (1, 8, 8), levels=17), **small, augment=s)) for s in (0, 0.1)]
+        [False, True]
+    """
+    return getattr(getattr(model, "core", None), "kind", None) == "unnormalised"
+
+
 _ROWS = 4096
 _CROWD, _DEPTH = 16, 40  # samples in a cell of an integral at most
 _NODES = 5  # points along each side of a cell

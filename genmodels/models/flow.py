@@ -22,10 +22,10 @@ from genmodels.flows.composition import Compose
 from genmodels.flows.coupling_flows import dequantisation_flow
 from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow, NoisyFlow
-from genmodels.flows.flow import Flow
+from genmodels.flows.flow import Flow, frames_together
 from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import Logit, Shift, Standardise, channel_moments
-from genmodels.flows.squeeze import Flatten, Squeeze1d
+from genmodels.flows.squeeze import Flatten
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
@@ -264,7 +264,7 @@ class FlowModel(GenerativeModel):
         index, temperature = self.numbered(options.n, options.start), options.temperature
         noise = KeyedGenerator(options.seed, index, "sample")
         mask = frames_of(options.lengths, index, self.spec)
-        group = math.prod(layer.factor for layer in self.core.modules() if isinstance(layer, Squeeze1d))
+        group = frames_together(self.core.flow.bijection)
         for length in options.lengths or ():
             if length % group:
                 raise InputError(f"lengths must be multiples of {group} frames, which this flow takes together, got "

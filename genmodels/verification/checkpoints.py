@@ -19,7 +19,14 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import DDPMSampler, DPMSolverPP2MSampler
 from genmodels.models.base import GenerativeModel
-from genmodels.models.density import is_diffusion, is_energy, is_flow, is_masked_diffusion, mass_of
+from genmodels.models.density import (
+    is_diffusion,
+    is_energy,
+    is_flow,
+    is_masked_diffusion,
+    is_of_noisy_data,
+    mass_of,
+)
 from genmodels.models.few_steps import StepModel
 from genmodels.verification.check import (
     NOT_APPLICABLE,
@@ -251,9 +258,8 @@ def _largest(values: Tensor) -> float:
 
 def _has_likelihood(s: ModelSubject) -> bool:
     model = s.model
-    of_noise = getattr(getattr(model, "core", None), "kind", None) == "unnormalised"  # a flow of noisy data has none
     ours = is_flow(model) or _has_bound(model) or is_energy(model) or model.spec.text is not None
-    return not of_noise and (ours or (s.line is not None and s.line.kind != "unnormalised"))
+    return not is_of_noisy_data(model) and (ours or (s.line is not None and s.line.kind != "unnormalised"))
 
 
 def _has_bound(model: GenerativeModel) -> bool:

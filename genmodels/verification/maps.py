@@ -331,8 +331,9 @@ def single_round_trip(s: TrainedFlow) -> Measured:
     x = s.points
     back = _there_and_back(s, s.core.flow.bijection, x)
     if s.model.spec.levels is not None:
-        same = (s.core.quantise(back).to(s.batch.x.dtype) == s.batch.x).double().mean()
-        return Measured(float(1 - same), "share of levels not recovered", 0.0)
+        lost = (s.core.quantise(back).to(s.batch.x.dtype) != s.batch.x).double()
+        share = hide(lost, s.batch.mask).sum() / hide(torch.ones_like(lost), s.batch.mask).sum()
+        return Measured(float(share), "share of levels not recovered", 0.0)
     return Measured(relative(back.double(), x.double()), "relative")
 
 

@@ -47,8 +47,8 @@ class Sequences(FlowModel):
 
     family = "sequences"
 
-    def __init__(self, last: type[MetaBlock]):
-        super().__init__(DataSpec("tracks", (2, 6)), ema_decay=0.0)
+    def __init__(self, last: type[MetaBlock], levels: int | None = None):
+        super().__init__(DataSpec("tracks", (2, 6), levels=levels), ema_decay=0.0)
         self.assemble(tarflow((2, 6), patch=2, blocks=2, width=8, depth=1, heads=2))
         self.core.flow.bijection.layers[1].layers[-1].__class__ = last
 
@@ -65,6 +65,15 @@ def test_padding_takes_no_part_in_the_checks_of_layers(last, wrong):
     flow = TrainedFlow(model.eval(), Batch(x, mask=mask), "raw", time.monotonic() + 60)
     found = {check.name: check.status for check in LAYER_CHECKS.run(flow)}
     assert {name for name, status in found.items() if status != "passed"} == wrong and len(found) >= 7
+
+
+def test_padding_of_integers_is_not_recovered_and_not_missed():
+    model = Sequences(MetaBlock, levels=4)
+    mask = torch.arange(6) < torch.tensor([2, 4, 6, 4, 2, 6, 4, 2])[:, None, None]
+    x = torch.randint(0, 4, (8, 2, 6), generator=torch.Generator().manual_seed(0)).masked_fill(~mask, 3)
+    model.initialize(Batch(x, mask=mask))
+    flow = TrainedFlow(model.eval(), Batch(x, mask=mask), "raw", time.monotonic() + 60)
+    assert next(c for c in LAYER_CHECKS.run(flow) if c.name == "round trip in float32").error == 0.0
 
 
 def test_without_time_nothing_is_verified():
