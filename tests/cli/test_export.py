@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ SMALL = {"hidden": 8, "depth": 1}
 def perturbed(model):
     """Weights that are nowhere zero, and a flow that has seen data."""
     torch.manual_seed(0)
-    model.initialize(Batch(torch.randn(64, 2), index=torch.arange(64)))
+    x = torch.randn(64, 2) if model.spec.levels is None else torch.randint(0, model.spec.levels, (64, 1, 8, 8)).byte()
+    model.initialize(Batch(x, index=torch.arange(64)))
     return scattered(model, 0.1).eval()
 
 
@@ -110,6 +112,17 @@ def test_another_network_is_found():
     assert "0.0e+00" in _parity(graph, lambda x: 2 * x, "itself")
     with pytest.raises(RunError, match="differ by"):
         _parity(graph, lambda x: 2.01 * x, "another")
+    with pytest.raises(RunError, match="differ by nan"):
+        _parity(graph, lambda x: math.nan * x, "none")
+
+
+def test_a_flow_of_pixels_is_compared_where_it_is_defined(tmp_path):
+    """Logits of values above one are no numbers, which would be equal to whatever they are compared with."""
+    model = perturbed(RealNVP(DataSpec("digits", (1, 8, 8), levels=17), layout=["checkerboard*2"], hidden=4, depth=1,
+                              ema_decay=0.0))
+    lines = [line for line in export(model, model.header(), tmp_path / "flow.pt2") if "of values up to" in line]
+    largest, one = (float(line.rpartition(" ")[2]) for line in lines)
+    assert largest > 10 and 0.5 < one <= 1
 
 
 def test_a_network_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch):
