@@ -1,6 +1,6 @@
 """Ways of sampling from a TarFlow: with and without a cache of keys and values, and by fixed-point iteration.
 
-    python benchmarks/tarflow_sampling.py [ckpt] [--side 32] [--n 16] [--blocks 2] [--width 256] [--repeats 3]
+    python benchmarks/tarflow_sampling.py [ckpt] [--side 32] [--n 16] [--blocks 2] [--width 256] [--device cpu]
 
 Without a checkpoint the flow has random weights, which says something of the cost of a step and nothing of the number
 of sweeps that trained models take. Printed are median seconds, network evaluations, and the largest differences of
@@ -59,13 +59,20 @@ def main() -> None:
     }
     for name, (value, words) in options.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{words} ({value})")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    flow = flow_of(arguments).eval()
+    flow = flow_of(arguments).eval().to(arguments.device)
     blocks = [block for block in flow.modules() if isinstance(block, MetaBlock)]
     if not blocks:
         raise SystemExit(f"{arguments.ckpt} holds no TarFlow")
-    z = torch.randn(arguments.n, *blocks[0].event_shape)
+    z = torch.randn(arguments.n, *blocks[0].event_shape).to(arguments.device)
+
+    def awaited(way):
+        found = way()
+        if z.device.type == "cuda":
+            torch.cuda.synchronize()
+        return found
 
     def inverse(how: Decoding):
         x, volume = z, 0.0
@@ -84,8 +91,9 @@ def main() -> None:
     exact, exact_volume = inverse(WAYS["cached"])
     ways = {"no cache": without, **{name: lambda how=how: inverse(how) for name, how in WAYS.items()}}
     # On one thread its own time is counted, whatever else the machine does.
-    clock = time.process_time if arguments.threads == 1 else time.perf_counter
-    timing = interleaved(ways, arguments.repeats, warm_up=0, clock=clock)
+    clock = time.process_time if arguments.threads == 1 and arguments.device == "cpu" else time.perf_counter
+    timed = {name: lambda way=way: awaited(way) for name, way in ways.items()}
+    timing = interleaved(timed, arguments.repeats, warm_up=int(z.device.type == "cuda"), clock=clock)
     tokens = z[0, 0].numel()
     print(f"{arguments.n} samples, {len(blocks)} meta-blocks of {tokens} tokens of {z.shape[1]} numbers")
     for name, way in ways.items():
