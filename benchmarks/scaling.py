@@ -1,18 +1,18 @@
 """What a step of the presets costs, and the efficiency to expect on many GPUs.
 
-    python benchmarks/scaling.py [--presets ddpm_cifar10 experiment=glow_cifar10] [--utilisation 0.3] [--measure]
+    python benchmarks/scaling.py [--presets ddpm_cifar10 experiment=glow_cifar10] [--measure | --milliseconds 62 650]
     python benchmarks/scaling.py --processes 1 2 --steps 150 --rounds 3
 
 For each preset: the weights, the bytes of gradients that a step adds up over the processes (float32), the operations of
-a step (three times the counted forward pass), and the time of a step, and of all steps, on one GPU at a stated share of
-its bfloat16 peak. From them, with a ring or a tree of all-reduces that moves 2 (W - 1) / W of the gradients over the
-slowest link,
+a step (three times the counted forward pass), and the time of a step, and of all steps, on one GPU: measured here with
+`--measure`, measured elsewhere and given as `--milliseconds`, or else at a stated share of the bfloat16 peak, which
+small models come nowhere near. From them, with a ring or a tree of all-reduces that moves 2 (W - 1) / W of the
+gradients over the slowest link,
 
     t_comm = 2 (W - 1) / W bytes / bandwidth + 2 log2(W) latency
     efficiency = t_step / (t_step + max(0, t_comm - overlap t_step))
 
-with overlap = 2/3, the backward pass, during which DDP communicates, and in brackets overlap = 0. `--measure` also
-times steps of training on this machine, with the device there is; the times of GPUs are computed, not measured.
+with overlap = 2/3, the backward pass, during which DDP communicates, and in brackets overlap = 0.
 
 `--processes` trains on this machine's cores instead, by torchrun with one thread in each process, and prints the items
 a second that each run states, with the same global batch (strong scaling) and with the same batch in every process
@@ -67,7 +67,7 @@ class Cost:
     batch: int
     steps: int
     flops: float
-    measured: float | None = None  # seconds here
+    measured: float | None = None  # seconds
 
     @property
     def gradient_bytes(self) -> int:
@@ -167,8 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--gpu", choices=sorted(PEAKS), default="H100")
-    parser.add_argument("--utilisation", type=float, default=0.3, help="share of the bfloat16 peak that a step reaches")
-    parser.add_argument("--measure", action="store_true", help="time steps on this machine too")
+    parser.add_argument("--utilisation", type=float, default=0.3, help="share of the bfloat16 peak without times")
+    parser.add_argument("--measure", action="store_true", help="time steps on this machine")
+    parser.add_argument("--milliseconds", nargs="+", type=float, help="a step of each preset, as measured elsewhere")
     parser.add_argument("--processes", nargs="+", type=int, help="train on so many processes of this machine instead")
     parser.add_argument("--steps", type=int, default=150, help="steps of each run of --processes")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each number of processes")
@@ -176,19 +177,20 @@ def main() -> None:
     if asked.processes:
         scaling_here(asked.presets, asked.processes, asked.steps, asked.rounds)
         return
+    if asked.milliseconds and (asked.measure or len(asked.milliseconds) != len(asked.presets)):
+        parser.error("--milliseconds takes one number for each preset, and leaves --measure out")
     costs = [cost_of(preset, asked.measure) for preset in asked.presets]
-    names = [f"{gpus} GPUs, {name}" for gpus, _, _, name in NETWORKS]
-    here = ["seconds here"] if asked.measure else []
-    step = f"ms on one {asked.gpu} at {asked.utilisation:.0%}"
-    hours = f"all steps, hours on one {asked.gpu}"
-    heads = ["preset", "weights", "MB of gradients", "batch", "GFLOP a step", *here, step, hours, *names]
+    for cost, given in zip(costs, asked.milliseconds or (), strict=bool(asked.milliseconds)):
+        cost.measured = given / 1000
+    peak, networks = PEAKS[asked.gpu], [f"{gpus} GPUs, {name}" for gpus, _, _, name in NETWORKS]
+    heads = ["preset", "weights", "MB of gradients", "batch", "GFLOP a step", "ms a step",
+             f"share of an {asked.gpu}'s peak", "all steps, hours", *networks]  # fmt: skip
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for cost in costs:
-        seconds = cost.flops / (asked.utilisation * PEAKS[asked.gpu])
+        seconds = cost.measured or cost.flops / (asked.utilisation * peak)
         cells = [cost.preset, f"{cost.weights / 1e6:.2f} M", f"{cost.gradient_bytes / 1e6:.1f}", str(cost.batch),
-                 f"{cost.flops / 1e9:.0f}"]
-        cells += [f"{cost.measured:.3g}"] if asked.measure else []
-        cells += [f"{1e3 * seconds:.2f}", f"{cost.steps:,}: {cost.steps * seconds / 3600:.3g}"]
+                 f"{cost.flops / 1e9:.0f}", f"{1e3 * seconds:.3g}", f"{cost.flops / seconds / peak:.2%}",
+                 f"{cost.steps:,}: {cost.steps * seconds / 3600:.3g}"]  # fmt: skip
         for gpus, bandwidth, latency, _ in NETWORKS:
             best, worst = (efficiency(seconds, cost.gradient_bytes, gpus, bandwidth, latency, o) for o in (2 / 3, 0))
             cells.append(f"{best:.0%} ({worst:.0%})")
