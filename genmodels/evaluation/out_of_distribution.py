@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import zlib
 from functools import partial
 
@@ -169,7 +170,7 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
     """The data set of that name: `noise`, `shuffled`, or one of configs/data with `overrides`.
 
     Raises:
-        InputError: for an unknown name.
+        InputError: for an unknown name, or data that are not there.
     """
     import yaml
 
@@ -182,8 +183,14 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
     if name not in known:
         names = [*ALTERATIONS, *known]
         raise InputError(f"ood={name} is no data set{hint(name, names)} (there are {', '.join(names)})")
-    node = yaml.safe_load((CONFIG_DIR / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
-    return build({**node, **overrides}, trust=trust).prepare()
+    node = yaml.safe_load((CONFIG_DIR / "data" / f"{name}.yaml").read_text(encoding="utf-8")) | overrides
+    missing = [f"ood_data.{key}=..." for key, value in node.items() if value == "???"]
+    if missing:
+        raise InputError(f"ood={name} needs {' '.join(missing)}")
+    try:
+        return build(node, trust=trust).prepare()
+    except InputError as error:
+        raise InputError(re.sub(r"\bdata\.", "ood_data.", str(error))) from None  # the options' names here
 
 
 def sentence(name: str, area: float, error: float, kind: str, split: str = "test") -> str:

@@ -74,6 +74,13 @@ def test_sets_that_are_always_at_hand(name):
         assert torch.equal(first.x.flatten(1).sort(1).values, true.x.flatten(1).sort(1).values)
 
 
+def test_a_set_that_is_not_there_names_the_options_of_other_data():
+    with pytest.raises(InputError, match=r"^ood=arrays needs ood_data\.file=\.\.\.$"):
+        other_data("arrays", {}, Digits(), [])
+    with pytest.raises(InputError, match=r"^ood_data\.file=none\.npz does not exist"):
+        other_data("arrays", {"file": "none.npz"}, Digits(), [])
+
+
 def test_an_unknown_set_is_answered_with_the_nearest():
     with pytest.raises(InputError, match="did you mean 'fashion_mnist'"):
         other_data("fashion-mnist", {}, Digits(), [])
