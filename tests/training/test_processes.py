@@ -144,8 +144,8 @@ def test_a_signal_waits_for_the_import_of_torch(monkeypatch):
     with pytest.raises(Interrupted, match="SIGTERM"), stoppable():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
-        monkeypatch.undo()  # an exception before here would leave it patched, and `imported` unset
-        imported = True
+        imported = True  # an exception before here leaves it unset
+        monkeypatch.undo()
         time.sleep(1)
     assert imported
 
