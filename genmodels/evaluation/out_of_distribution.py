@@ -173,6 +173,7 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
         InputError: for an unknown name, or data that are not there.
     """
     import yaml
+    from omegaconf import MISSING
 
     from genmodels.core.files import CONFIG_DIR
     from genmodels.models.build import build
@@ -184,7 +185,7 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
         names = [*ALTERATIONS, *known]
         raise InputError(f"ood={name} is no data set{hint(name, names)} (there are {', '.join(names)})")
     node = yaml.safe_load((CONFIG_DIR / "data" / f"{name}.yaml").read_text(encoding="utf-8")) | overrides
-    missing = [f"ood_data.{key}=..." for key, value in node.items() if value == "???"]
+    missing = [f"ood_data.{key}=..." for key, value in node.items() if value == MISSING]
     if missing:
         raise InputError(f"ood={name} needs {' '.join(missing)}")
     try:
