@@ -31,7 +31,7 @@ from genmodels.flows.elementwise import (
     unbounded,
 )
 from genmodels.flows.flow import Flow
-from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
+from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute, Whitening
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise
@@ -45,5 +45,5 @@ __all__ = [
     "Logistic", "LogisticMixture", "Logit", "MaskedAutoregressive", "MeanScale", "Mixture", "MultiScale",
     "NotInitialized", "OfLevel", "PadToMultiple", "Permute", "RationalQuadraticSpline", "Scale", "Shift", "Squeeze1d",
     "Squeeze2d", "StandardNormal", "Standardise", "Step", "Uniform", "UniformDequantize", "VariationalDequantize",
-    "bounded", "examine", "log_mean_exp", "noise_condition", "unbounded",
+    "Whitening", "bounded", "examine", "log_mean_exp", "noise_condition", "unbounded",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Linear maps of the channels at every position: learned invertible matrices (1x1 convolutions) and permutations."""
+"""Linear maps of the channels at every position: learned invertible matrices (1x1 convolutions), which may start by
+whitening, and permutations."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from genmodels.flows.bijection import Channelwise, at_each_position, full_precision
-from genmodels.flows.elementwise import bounded, unbounded
+from genmodels.flows.elementwise import bounded, per_channel, unbounded
+from genmodels.flows.scaling import DataInitialized, channel_covariance
 
 _LIMIT = 10.0
 
@@ -267,6 +269,67 @@ class InvertibleLinear(_Mixing):
         if x.dim() == 2:
             return linear(x, weight)
         return torch.bmm(weight.expand(len(x), -1, -1), x.flatten(2)).view(x.shape)
+
+
+class Whitening(DataInitialized, InvertibleLinear):
+    """An invertible 1x1 convolution that starts by decorrelating the channels.
+
+        z_pos = W (x_pos + b),    log |det| = n_pos log|det W|
+        at the start b = -mean,   W = R^-1/2 D^-1/2,   R = D^-1/2 cov D^-1/2 = Q E Q',   D = diag(cov)
+
+    It starts as the identity; `initialize` takes mean and covariance over examples and valid positions. Directions
+    whose variance in R is below 1e-6 are scaled as if it were that; constant channels are centred only.
+
+    Arguments:
+        channels: number of channels C; of dimensions for vectors.
+        principal: start from W = E^-1/2 Q' D^-1/2, whose channels are the principal components, the largest first,
+            instead of the symmetric root, which leaves every channel closest to what it was.
+
+    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`, `logdet (B,)`.
+    Errors: see `DataInitialized`; ValueError for no more valid positions than channels.
+    Source: Kessy, Lewin and Strimmer 2018, "Optimal whitening and decorrelation" (ZCA-cor and PCA-cor).
+
+    Example:
+        >>> layer = Whitening(2)
+        >>> layer.initialize(torch.tensor([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0], [4.0, 2.0]]))
+        >>> z, _ = layer(torch.tensor([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0], [4.0, 2.0]]))
+        >>> (z.mT @ z / 4).detach().round(decimals=4)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+
+    def __init__(self, channels: int, *, principal: bool = False):
+        super().__init__(channels)
+        self.principal = principal
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.matrix.set_weight(torch.eye(channels))
+        self.fewest = channels + 1
+
+    @torch.no_grad()
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
+        super().initialize(x, cond, mask, force=force)
+        _, correlations = channel_covariance(self(x, cond, mask)[0], mask)  # of channels that are scaled already
+        correlations.diagonal().clamp_(min=1.0)  # of constant channels, which then stay apart
+        variances, directions = (part.flip(-1) for part in torch.linalg.eigh(correlations))
+        # The signs of eigenvectors are arbitrary: of every component the weight that is largest in size is positive.
+        directions = directions * directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
+        whiten = (directions * variances.clamp(min=1e-6).rsqrt()).mT
+        whiten = whiten if self.principal else directions @ whiten
+        self.matrix.set_weight(whiten @ self.matrix.weight(torch.float64))
+
+    def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:
+        return std < 1e-3
+
+    def _take(self, mean: Tensor, std: Tensor) -> None:
+        self.bias.copy_(-mean)
+        self.matrix.set_weight(std.reciprocal().diag())
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x + per_channel(self.bias.to(x.dtype), x), cond, mask)
+
+    def _inverse(self, z, cond, mask):
+        x, logdet = super()._inverse(z, cond, mask)
+        return x - per_channel(self.bias.to(z.dtype), z), logdet
 
 
 class GroupedLinear(_Mixing):

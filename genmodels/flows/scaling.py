@@ -37,6 +37,22 @@ def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tenso
     return float(total[0]), mean, (squares / total[0]).sqrt()
 
 
+def channel_covariance(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tensor]:
+    """Number of valid positions and population covariance of the channels, in float64; see `channel_moments`.
+
+    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`; covariance `(C, C)`.
+
+    Example:
+        >>> channel_covariance(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+        (2.0, tensor([[1., 1.],
+                [1., 1.]], dtype=torch.float64))
+    """
+    count, mean, _ = channel_moments(x, mask)
+    values = x.to(torch.float64).flatten(2) if x.dim() > 2 else x.to(torch.float64)[..., None]
+    values = hide(values - mean[:, None], mask).transpose(0, 1).flatten(1)  # (C, B N)
+    return count, summed(values @ values.mT) / count
+
+
 class DataInitialized(Channelwise):
     """A bijection of each channel, initialised from the mean and standard deviation of the first batch.
 
@@ -48,10 +64,12 @@ class DataInitialized(Channelwise):
         channels: number of channels; of dimensions for vectors.
 
     Errors: `initialize` raises RuntimeError when the layer is initialised already (unless `force`), and ValueError for
-    a batch without valid positions or with non-finite values. In a distributed run every process must call it.
+    a batch with fewer than `fewest` valid positions or with non-finite values. In a distributed run every process must
+    call it.
     """
 
     constant_logdet = True
+    fewest = 1  # valid positions of the batch
 
     def __init__(self, channels: int):
         super().__init__(channels)
@@ -74,6 +92,9 @@ class DataInitialized(Channelwise):
         count, mean, std = channel_moments(self._enter(x, cond, mask), mask)
         if count == 0:
             raise ValueError(f"{here} cannot be initialised from a batch without a single valid position")
+        if count < self.fewest:
+            raise ValueError(f"{here} is initialised from the covariance of {self.channels} channels, which takes at "
+                             f"least {self.fewest} valid positions, this batch has {count:.0f}: give a larger batch")
         wrong = ~(mean.isfinite() & std.isfinite())
         if wrong.any():
             raise ValueError(f"{here}: the batch has values that are not finite in channels {_listed(wrong)}")

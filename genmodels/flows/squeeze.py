@@ -20,8 +20,13 @@ def _multiplied(count: int | None, factor: int) -> int | None:
     return None if count is None else count * factor
 
 
-def require_division(patch: int, shape: Shape) -> None:
+def require_division(patch: int, shape: Shape, name: str = "patch") -> None:
     """Raise ValueError for patches that do not divide the sides of images (C, H, W), or the length of sequences (C, T).
+
+    Arguments:
+        patch: side of the patches.
+        shape: shape of the event.
+        name: the option's name for the message.
 
     Example:
         >>> require_division(4, (1, 28, 30))
@@ -33,7 +38,7 @@ def require_division(patch: int, shape: Shape) -> None:
     if any(side % patch for side in sides):
         what = "length of sequences" if len(shape) == 2 else "sides of images"
         common = math.gcd(*sides)
-        raise ValueError(f"patch={patch} does not divide the {what} of {' x '.join(map(str, sides))}; these do: "
+        raise ValueError(f"{name}={patch} does not divide the {what} of {' x '.join(map(str, sides))}; these do: "
                          + ", ".join(str(k) for k in range(1, common + 1) if common % k == 0))
 
 

@@ -17,15 +17,16 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import spread_rows
 from genmodels.flows.bases import BASES
-from genmodels.flows.bijection import Bijection
+from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling_flows import dequantisation_flow
 from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow, NoisyFlow
 from genmodels.flows.flow import Flow, frames_together
+from genmodels.flows.linear import Whitening
 from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import Logit, Shift, Standardise, channel_moments
-from genmodels.flows.squeeze import Flatten
+from genmodels.flows.squeeze import Flatten, Squeeze2d, require_division
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
@@ -52,6 +53,8 @@ class FlowModel(GenerativeModel):
             and a width, which costs nothing, or by a flow that sees all of the item (`variational`).
         preprocess: map of dequantised integers: `logit`, or `centre`, which subtracts 1/2.
         alpha: the logit's margin: y = alpha + (1 - 2 alpha) v.
+        whiten: side of the squares of an image whose numbers are decorrelated first, by a learned matrix that starts
+            from their covariance; 1 for the channels of every position (the numbers of a vector), 0 for nothing.
         base: distribution of the latents: `normal`, `diagonal` (learned scales), or `class` (one Gaussian a class; it
             needs class_conditional=true).
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
@@ -66,6 +69,7 @@ class FlowModel(GenerativeModel):
     tolerates_tf32 = False
     needs_whole_weights = "its layers also use their weights in inverses and log-determinants"
     sampling_options = ("lengths",)
+    principal = False  # whether `whiten` leaves principal components instead of numbers close to the pixels
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class FlowModel(GenerativeModel):
         dequantisation: Literal["uniform", "level", "variational"] = "uniform",
         preprocess: Literal["logit", "centre"] = "logit",
         alpha: float = 0.05,
+        whiten: int = 0,
         base: Literal["normal", "diagonal", "class"] = "normal",
         memory: Literal["store", "inverse"] = "store",
         noise: float = 0.05,
@@ -91,8 +96,12 @@ class FlowModel(GenerativeModel):
         if base == "class" and not (class_conditional and spec.num_classes):
             raise ValueError("base=class needs data with classes and class_conditional=true")
         self.conditional = class_conditional and spec.num_classes is not None
+        at_least(0, whiten=whiten)
+        if whiten > 1 and len(spec.event_shape) != 3:
+            raise ValueError(f"whiten={whiten} is the side of squares of an image, and {spec.name} has none: give 1")
         self.dequantisation, self.preprocess, self.alpha, self.base, self.memory = (
             dequantisation, preprocess, alpha, base, memory)
+        self.whiten = whiten
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         if noise not in (0, 0.05) and spec.mel is None:
@@ -125,10 +134,19 @@ class FlowModel(GenerativeModel):
             first: Bijection = Standardise(shape)
         else:
             first = Logit(self.alpha) if self.preprocess == "logit" else Shift(-0.5)
-        whole = Compose([first, bijection], shape)
+        whole = Compose([first, *self._whitening(), bijection], shape)
         classes = {"num_classes": self.spec.num_classes} if self.base == "class" else {}
         self.core = self.around(Flow(whole, BASES[self.base](whole.shape_after, **classes)))
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
+
+    def _whitening(self) -> list[Bijection]:
+        """The layers that decorrelate squares; what follows sees an image of the same shape."""
+        side, shape = self.whiten, self.spec.event_shape
+        if not side:
+            return []
+        require_division(side, shape, "whiten")
+        squares = [Squeeze2d(side)] if side > 1 else []
+        return [*squares, Whitening(shape[0] * side**2, principal=self.principal), *map(Inverse, squares)]
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
         """A flow with the noise that it is trained on, by the kind of the data."""

@@ -329,6 +329,7 @@ class TarFlow(FlowModel):
     """
 
     family = "tarflow"
+    principal = True  # the numbers of a token know of each other through other tokens alone: components fit better
     sampling_options = ("lengths", "sampler", "guidance")
 
     def __init__(

@@ -13,7 +13,7 @@ from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive, TokenSplit
 from genmodels.flows.coupling_flows import ShiftScale, TokenNet, dequantisation_flow, jet, realnvp_image, realnvp_vector
 from genmodels.flows.elementwise import Additive, Affine, ElementTransform, LogisticMixture, MeanScale
-from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
+from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute, Whitening
 from genmodels.flows.multiscale import FactorOut, MultiScale, glow
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline, neural_spline
@@ -134,6 +134,9 @@ INSTANCES: dict[str, Instance] = {
     "lu-image": Instance(lambda: InvertibleLinear(4), IMAGE),
     "lu-sequence": Instance(lambda: InvertibleLinear(4), SEQUENCE),
     "lu-single": Instance(lambda: InvertibleLinear(1), (1,)),
+    "whitening-vector": Instance(lambda: Whitening(5), VECTOR_5, identity=True),
+    "whitening-image": Instance(lambda: Whitening(4, principal=True), IMAGE, identity=True),
+    "whitening-sequence": Instance(lambda: Whitening(4), SEQUENCE, identity=True),
     "full-image": Instance(lambda: InvertibleLinear(4, kind="full"), IMAGE),
     "full-sequence": Instance(lambda: InvertibleLinear(4, kind="full"), SEQUENCE),
     "full-plane": Instance(lambda: InvertibleLinear(2, kind="full"), PLANE),

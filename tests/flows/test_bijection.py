@@ -396,7 +396,7 @@ COMPILED = {
     "channels-labels", "affine-plain", "shift", "grouped-sequence", "scale", "standardise-open-sequence",
     "householder-image", "channels-spline", "affine-tied", "affine-sigmoid", "wavenet", "factor-out-labels",
     "affine-residual", "meta-block-labels", "additive", "compose", "mixture", "actnorm-sequence", "lu-sequence",
-    "freeze",
+    "freeze", "whitening-image",
 }
 
 

@@ -1,10 +1,12 @@
-"""Invertible matrices at every position: truth by dense matrices, precision, and nothing remembered."""
+"""Invertible matrices at every position: truth by dense matrices, whitening, precision, and nothing remembered."""
 
 from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
+import scipy.linalg
 import torch
 
 from genmodels.flows.composition import Compose
@@ -17,8 +19,10 @@ from genmodels.flows.linear import (
     InvertibleLinear,
     LUMatrix,
     Permute,
+    Whitening,
     random_rotation,
 )
+from genmodels.flows.scaling import channel_covariance
 from genmodels.verification.bijections import check_bijection
 
 KINDS = list(MATRICES)
@@ -260,6 +264,104 @@ def test_rotations_are_uniform():
     measure(lambda source: random_rotation(3, source))
     with pytest.raises(AssertionError):
         measure(lambda source: torch.linalg.qr(torch.randn(3, 3, generator=source, dtype=torch.float64)).Q)
+
+
+# ---- whitening ----
+
+
+def correlated(*space, channels=5, rows=40):
+    """Channels of unlike means and scales, each a mixture of all."""
+    mixture = gaussian(channels, channels, seed=1) * torch.tensor([10.0, 1.0, 0.1, 1.0, 3.0]).double()[:channels, None]
+    x = torch.tensordot(gaussian(rows, channels, *space), mixture, dims=([1], [1]))
+    return x.movedim(-1, 1) + torch.arange(channels).double().view(-1, *[1] * len(space))
+
+
+def first_frames(x, *lengths):
+    return (torch.arange(x.shape[2]) < torch.tensor(lengths)[:, None])[:, None]
+
+
+def whitens(make, principal, *space):
+    """Mean zero and the identity as covariance; the matrices in closed form, from the root of the correlations."""
+    x, layer = correlated(*space), make(5, principal=principal).double()
+    layer.initialize(x)
+    z, logdet = layer(x)
+    columns = z.detach().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(columns.mean(1), torch.zeros(5).double(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cov(columns, correction=0), torch.eye(5).double(), rtol=0, atol=1e-9)
+    flat = x.transpose(0, 1).flatten(1).numpy()
+    root = scipy.linalg.sqrtm(numpy.corrcoef(flat))
+    matrix = layer.weight().detach().numpy() * flat.std(1)
+    if principal:  # W = E^-1/2 Q' D^-1/2, the rows by falling variance, and each with a positive largest entry
+        variances = 1 / numpy.square(matrix).sum(1)
+        numpy.testing.assert_allclose(matrix.T * variances @ matrix, numpy.eye(5), atol=1e-8)
+        assert (numpy.diff(variances) < 0).all()
+        assert (matrix[range(5), numpy.abs(matrix).argmax(1)] > 0).all()
+    else:
+        numpy.testing.assert_allclose(matrix @ root, numpy.eye(5), atol=1e-8)
+    half_log_volume = 0.5 * numpy.linalg.slogdet(numpy.cov(flat, bias=True))[1] * math.prod(space)
+    assert logdet.tolist() == pytest.approx([-half_log_volume] * len(x), abs=1e-8)
+
+
+class OfCovariances(Whitening):
+    """Takes the root of the covariance where that of the correlations is meant."""
+
+    def _take(self, mean, std):
+        super()._take(mean, torch.ones_like(std))
+
+
+class Transposed(Whitening):
+    """Rotates by Q instead of Q'."""
+
+    def initialize(self, x, cond=None, mask=None, *, force=False):
+        super().initialize(x, cond, mask, force=force)
+        self.matrix.set_weight(self.matrix.weight(torch.float64).mT)
+
+
+@pytest.mark.parametrize("space", [(), (7,), (3, 4)])
+@pytest.mark.parametrize("principal", [False, True])
+def test_whitening(principal, space):
+    whitens(Whitening, principal, *space)
+    for mutant in (OfCovariances, Transposed):
+        with pytest.raises(AssertionError):
+            whitens(mutant, principal, *space)
+
+
+def test_padding_has_no_say_in_whitening():
+    x = correlated(6)
+    mask = first_frames(x, *[6, 3, 0, 1] * 10)
+    valid = torch.cat([row[:, keep[0]] for row, keep in zip(x, mask, strict=True)], 1).T
+    count, covariance = channel_covariance(x.masked_fill(~mask, torch.nan), mask)
+    assert count == 100
+    torch.testing.assert_close(covariance, torch.cov(valid.T, correction=0), rtol=1e-10, atol=1e-10)
+    whole, masked = Whitening(5).double(), Whitening(5).double()
+    whole.initialize(valid)
+    masked.initialize(x.masked_fill(~mask, torch.nan), mask=mask)
+    torch.testing.assert_close(masked.weight(), whole.weight(), rtol=1e-9, atol=1e-9)
+
+
+def test_whitening_of_dependent_and_constant_channels():
+    """A copy of a channel has no variance of its own, and is scaled by 1,000 at most."""
+    x = correlated()
+    x[:, 1] = 2 * x[:, 0] + 3
+    layer = Whitening(5).double()
+    layer.initialize(x)
+    assert 900 < float(layer.singular_values()[0]) * float(x[:, 1].std()) < 5000
+    x[:, 1] = 4.0
+    layer = Whitening(5).double()
+    with pytest.warns(UserWarning, match="channels 1 are constant"):
+        layer.initialize(x)
+    z, _ = layer(x)
+    torch.testing.assert_close(z[:, 1].detach(), torch.zeros(40).double(), rtol=0, atol=1e-9)
+    assert layer.weight()[1, 1].item() == pytest.approx(1)
+    torch.testing.assert_close(layer.inverse(z)[0], x, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(5, 5), torch.zeros(1, 5, 5)])
+def test_whitening_takes_more_positions_than_channels(x):
+    layer = Whitening(5)
+    with pytest.raises(ValueError, match="covariance of 5 channels, .* at least 6 valid positions, this batch has 5"):
+        layer.initialize(x)
+    assert not layer.ready and torch.equal(layer.weight(), torch.eye(5))
 
 
 # ---- precision, and nothing remembered ----

@@ -49,6 +49,11 @@ MODELS = {
     "tarflow of classes": lambda: TarFlow(DIGITS, blocks=2, class_conditional=True, **SMALL),
     "tarflow of sequences": lambda: TarFlow(TRACKS, blocks=2, patch=2, **SMALL),
     "jet": lambda: Jet(DIGITS, couplings=3, memory="inverse", **SMALL),
+    "tarflow, whitened": lambda: TarFlow(COLOURS, blocks=2, whiten=2, preprocess="centre", **SMALL),
+    "glow, whitened": lambda: Glow(COLOURS, steps=1, hidden=8, whiten=1),
+    "glow of sequences, whitened": lambda: Glow(TRACKS, steps=1, hidden=8, levels=2, whiten=1),
+    "nsf of images, whitened": lambda: NSF(COLOURS, layers=2, bins=4, whiten=4),
+    "maf, whitened": lambda: MAF(TABLE, layers=2, whiten=1),
     "jet, two scales": lambda: Jet(COLOURS, couplings=2, levels=2, **SMALL),
     "maf": lambda: NSF(TABLE, layers=2, kind="autoregressive", transform="affine", mix="actnorm"),
 }
@@ -208,9 +213,40 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: NSF(COUNTS, preprocess="none"), "preprocess must be one of logit, centre"),
         (lambda: NSF(COUNTS, base="uniform"), "base must be one of normal, diagonal, class"),
         (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),
+        (lambda: MAF(TABLE, whiten=2), "whiten=2 is the side of squares of an image, and table has none: give 1"),
+        (lambda: Glow(TRACKS, whiten=4), "whiten=4 is the side of squares of an image"),
+        (lambda: Glow(DIGITS, whiten=3), "whiten=3 does not divide the sides of images of 8 x 8; these do: 1, 2, 4, 8"),
+        (lambda: Glow(DIGITS, whiten=-1), "whiten"),
     ):
         with pytest.raises(ValueError, match=message):
             build()
+
+
+def starts_from_the_gaussian_of_squares(make):
+    """Before training the density of an image is that of its squares under one Gaussian, of mean and covariance."""
+    generator = torch.Generator().manual_seed(1)
+    rotation = torch.linalg.qr(torch.randn(12, 12, generator=generator))[0]
+    squares = torch.randn(40 * 16, 12, generator=generator) @ (rotation * torch.linspace(1, 8, 12)).T
+    x = (128 + 4 * squares).round().clamp(0, 255).view(40, 4, 4, 3, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(40, 3, 8, 8)
+    batch = Batch(x.to(torch.uint8), index=torch.arange(40))
+    model = make(2).double()
+    model.initialize(batch)
+    nats = model.log_likelihood(batch, weights="raw").nats
+    cut = (x.double() + 0.5).view(40, 3, 4, 2, 4, 2).permute(0, 2, 4, 1, 3, 5).reshape(40 * 16, 12)
+    covariance = torch.cov(cut.T, correction=0) + torch.eye(12).double() / 12  # the noise's own variance
+    gaussian = torch.distributions.MultivariateNormal(cut.mean(0), covariance)
+    truth = gaussian.log_prob(cut).view(40, 16).sum(1)
+    error = float((nats - truth).std()) / math.sqrt(40)  # of the draws of the noise
+    assert float(nats.mean()) == pytest.approx(float(truth.mean()), abs=5 * error)
+
+
+def test_whitened_squares_start_as_their_gaussian():
+    def made_with(side: int) -> TarFlow:
+        return TarFlow(COLOURS, blocks=2, whiten=side, preprocess="centre", **SMALL)
+
+    starts_from_the_gaussian_of_squares(made_with)
+    with pytest.raises(AssertionError):
+        starts_from_the_gaussian_of_squares(lambda side: made_with(0))
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-5])
