@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from genmodels.flows import scaling
 from genmodels.flows.bijection import per_example
 from genmodels.flows.composition import Compose
-from genmodels.flows.linear import Flip
+from genmodels.flows.linear import Flip, Whitening
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise, channel_moments
 from genmodels.verification.bijections import check_bijection
 from tests.two_processes import fork, forked, joined
@@ -253,34 +253,36 @@ def test_copies_bring_the_flag(tmp_path):
 # ---- several processes ----
 
 
-def _share(rank: int, meet: str, out: str, x: torch.Tensor, mask: torch.Tensor) -> None:
+def _share(rank: int, meet: str, out: str, layer: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> None:
     with joined(meet, rank):
         warnings.simplefilter("error")
-        torch.save(initialized(x, mask).state_dict(), out)
+        torch.save(initialized(x, mask, layer).state_dict(), out)
 
 
-def two_processes_agree(tmp_path, x, mask, shares):
+def two_processes_agree(tmp_path, layer, x, mask, shares):
     paths = [str(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     meet = str(tmp_path / "meet")
-    forked(_share, *((rank, meet, paths[rank], x[rows], mask[rows]) for rank, rows in enumerate(shares)))
+    forked(_share, *((rank, meet, paths[rank], layer, x[rows], mask[rows]) for rank, rows in enumerate(shares)))
     first, second = (torch.load(path, weights_only=True) for path in paths)
-    for name, value in initialized(x, mask).state_dict().items():
+    for name, value in initialized(x, mask, layer).state_dict().items():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], value, rtol=1e-6, atol=1e-6)
 
 
 @fork
-def test_two_processes_give_the_start_of_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("layer", [ActNorm(3), Whitening(3)])
+def test_two_processes_give_the_start_of_one(tmp_path, monkeypatch, layer):
+    layer = layer.double()
     scale = torch.tensor([1.0, 30.0, 0.1]).double()[:, None]
     x = gaussian(6, 3, 7) * scale + torch.arange(6.0).double()[:, None, None]
     mask = lengths(7, 7, 5, 2, 6, 1, 0)
     (tmp_path / "a").mkdir()
-    two_processes_agree(tmp_path / "a", x, mask, (slice(0, 2), slice(2, 6)))
+    two_processes_agree(tmp_path / "a", copy.deepcopy(layer), x, mask, (slice(0, 2), slice(2, 6)))
     # Mutant: every process for itself.
     monkeypatch.setattr(scaling, "summed", lambda values: values)
     (tmp_path / "b").mkdir()
     with pytest.raises(AssertionError):
-        two_processes_agree(tmp_path / "b", x, mask, (slice(0, 2), slice(2, 6)))
+        two_processes_agree(tmp_path / "b", copy.deepcopy(layer), x, mask, (slice(0, 2), slice(2, 6)))
 
 
 def test_entropy_of_the_start():
