@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli import quoted
@@ -97,8 +97,34 @@ class Composer:
         return self._plain(self.parse(overrides))
 
     def _plain(self, parsed: list[Override]) -> dict:
-        config = self._asking(lambda: compose(self.command, [o.input_line for o in parsed]))
+        config = self._of_run(parsed)
+        if config is None:
+            config = self._asking(lambda: compose(self.command, [o.input_line for o in parsed]))
         return self._asking(lambda: OmegaConf.to_container(config, resolve=True))
+
+    def _of_run(self, parsed: list[Override]) -> DictConfig | None:
+        """The settings of the run that is resumed by its path, with those of the command line.
+
+        None for any other command, and where a word chooses a model, data or other group, or leaves a key out. Packages
+        that the run trusted are not trusted again: its folder may come from elsewhere.
+        """
+        resume = next((o.value() for o in parsed if o.key_or_group == "resume"), None)
+        groups = self._groups("")
+        if self.command != "train" or not resume or resume in ("last", "auto") or any(
+                o.key_or_group in groups or o.is_sweep_override() or o.is_delete() for o in parsed):  # fmt: skip
+            return None
+        place = Path(str(resume)).expanduser()
+        file = (place if place.is_dir() else place.parent) / "config.yaml"
+        if not file.is_file():
+            return None
+        settings = self._asking(lambda: yaml.safe_load(file.read_text(encoding="utf-8")))
+        if not isinstance(settings, dict):
+            raise InputError(f"{file} holds no settings: give those of the run, model=..., data=... and others")
+        config = OmegaConf.create({**settings, "trust": []})
+        for override in parsed:
+            key, value = override.key_or_group, override.value()
+            self._asking(lambda key=key, value=value: OmegaConf.update(config, key, value, force_add=True))
+        return config
 
     def _checked(self, parsed: list[Override]) -> dict:
         plain = self._plain(parsed)

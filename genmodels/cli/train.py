@@ -70,9 +70,10 @@ def run(
         seed: seed of weights, order of the data and noise.
         init: a checkpoint, a run folder or hf://user/name of a model with the same options, from whose averaged weights
             training starts (fine-tuning); optimiser, steps and the statistics of the data begin anew.
-        resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run;
-            `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start;
-            of a sweep, `last` or its folder, to run only what is missing.
+        resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run; a
+            folder or checkpoint brings its settings where no model or data are chosen; `auto`, to continue where this
+            job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start; of a sweep, `last` or its
+            folder, to run only what is missing.
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes the configuration may name.
     """

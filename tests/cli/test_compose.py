@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from genmodels.cli.compose import composer, in_hydra
 from genmodels.cli.schema import Schema
@@ -201,3 +202,35 @@ def test_commands_that_start_from_a_checkpoint(command):
 def test_a_path_needs_no_quotes(file):
     assert in_hydra(file) == file
     assert compose(f"data.file={file}", "model=maf", "data=arrays")["data"]["file"] == file
+
+
+@pytest.fixture
+def run_of_glow(tmp_path):
+    config = compose("model=glow", "data=mnist", "model.steps=3", "trainer=smoke", "seed=5", "trust=[os]")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "last.ckpt").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["", "last.ckpt"])
+def test_a_run_that_is_resumed_by_its_path_has_its_settings(run_of_glow, name):
+    plain = compose("model=glow", "data=mnist", "model.steps=3", "trainer=smoke", "seed=5")
+    path = str(run_of_glow / name)
+    further = compose(f"resume={path}", "trainer.max_steps=99", "model.optimizer={lr: 0.5}", "data.root='a b'")
+    assert further["resume"] == path and further["trust"] == []  # whom the folder trusts is its own affair
+    assert further["trainer"] == {**plain["trainer"], "max_steps": 99}
+    assert further["model"] == {**plain["model"], "optimizer": {**plain["model"]["optimizer"], "lr": 0.5}}
+    assert further["data"] == {**plain["data"], "root": "a b"} and further["seed"] == 5
+
+
+@pytest.mark.parametrize("words", [["model=ddpm"], ["trainer=default"], ["~preset"], ["~model.steps"]])
+def test_words_that_choose_leave_a_run_aside(run_of_glow, words):
+    rest = [] if words == ["model=ddpm"] else ["model=glow", "data=mnist"]
+    assert compose(*rest, *words, f"resume={run_of_glow}") == {
+        **compose(*rest, *words), "resume": str(run_of_glow)}  # fmt: skip
+
+
+@pytest.mark.parametrize("content, said", [("a: [", "not YAML"), ("- 1", "holds no settings"), ("model: 3", "model")])
+def test_a_damaged_file_of_settings(run_of_glow, content, said):
+    (run_of_glow / "config.yaml").write_text(content)
+    assert said in line(f"resume={run_of_glow}")
