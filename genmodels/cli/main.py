@@ -122,6 +122,8 @@ def _dispatch(command: str, words: list[str]) -> int:
 
     with composer(command, options.get("config_dir")) as hydra:
         if "multirun" in options:
+            if "cfg" in options or "keys" in options:
+                raise InputError("--cfg and --keys are of one run: leave -m out, and give one value for every key")
             from genmodels.cli.sweep import sweep
 
             return sweep(hydra, overrides)

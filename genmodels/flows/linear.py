@@ -1,5 +1,4 @@
-"""Linear maps of the channels at every position: learned invertible matrices (1x1 convolutions), which may start by
-whitening, and permutations."""
+"""Linear maps of the channels at every position: learned invertible matrices, whitening among them; permutations."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from genmodels.flows.bijection import Channelwise, at_each_position, full_precision
+from genmodels.flows.bijection import Channelwise, at_each_position, full_precision, undone_on_failure
 from genmodels.flows.elementwise import bounded, per_channel, unbounded
 from genmodels.flows.scaling import DataInitialized, channel_covariance
 
@@ -30,7 +29,7 @@ def random_rotation(size: int, generator: torch.Generator | None = None) -> Tens
     gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64, device=device)
     q, r = torch.linalg.qr(gaussian)
     q = q * r.diagonal().sign()
-    return torch.cat([q[:, :1] * torch.linalg.det(q).sign(), q[:, 1:]], dim=1)
+    return torch.cat([q[:, :1] * torch.linalg.slogdet(q).sign, q[:, 1:]], dim=1)  # det underflows where q is large
 
 
 class LUMatrix(nn.Module):
@@ -278,7 +277,9 @@ class Whitening(DataInitialized, InvertibleLinear):
         at the start b = -mean,   W = R^-1/2 D^-1/2,   R = D^-1/2 cov D^-1/2 = Q E Q',   D = diag(cov)
 
     It starts as the identity; `initialize` takes mean and covariance over examples and valid positions. Directions
-    whose variance in R is below 1e-6 are scaled as if it were that; constant channels are centred only.
+    whose variance in R is below 1e-6 are scaled as if it were that; channels with a standard deviation below 1e-3 are
+    centred only. W, which holds scales between 5e-5 and 2e4, leaves standard deviations beyond 1/20 and 20 to the
+    buffer `unit`, by which x + b is divided first.
 
     Arguments:
         channels: number of channels C; of dimensions for vectors.
@@ -286,14 +287,14 @@ class Whitening(DataInitialized, InvertibleLinear):
             instead of the symmetric root, which leaves every channel closest to what it was.
 
     Shapes: `x (B, C, *space)`, `mask (B, 1, T)`, `logdet (B,)`.
-    Errors: see `DataInitialized`; ValueError for no more valid positions than channels.
+    Errors: see `DataInitialized`; ValueError for fewer than ten valid positions a channel.
     Source: Kessy, Lewin and Strimmer 2018, "Optimal whitening and decorrelation" (ZCA-cor and PCA-cor).
 
     Example:
+        >>> x = torch.tensor([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0], [4.0, 2.0]]).repeat(5, 1)
         >>> layer = Whitening(2)
-        >>> layer.initialize(torch.tensor([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0], [4.0, 2.0]]))
-        >>> z, _ = layer(torch.tensor([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0], [4.0, 2.0]]))
-        >>> (z.mT @ z / 4).detach().round(decimals=4)
+        >>> layer.initialize(x)
+        >>> (layer(x)[0].mT @ layer(x)[0] / 20).detach().round(decimals=4)
         tensor([[1., 0.],
                 [0., 1.]])
     """
@@ -302,34 +303,40 @@ class Whitening(DataInitialized, InvertibleLinear):
         super().__init__(channels)
         self.principal = principal
         self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("unit", torch.ones(channels))
         self.matrix.set_weight(torch.eye(channels))
-        self.fewest = channels + 1
+        self.fewest = 10 * channels
 
     @torch.no_grad()
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
-        super().initialize(x, cond, mask, force=force)
-        _, correlations = channel_covariance(self(x, cond, mask)[0], mask)  # of channels that are scaled already
-        correlations.diagonal().clamp_(min=1.0)  # of constant channels, which then stay apart
-        variances, directions = (part.flip(-1) for part in torch.linalg.eigh(correlations))
-        # The signs of eigenvectors are arbitrary: of every component the weight that is largest in size is positive.
-        directions = directions * directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
-        whiten = (directions * variances.clamp(min=1e-6).rsqrt()).mT
-        whiten = whiten if self.principal else directions @ whiten
-        self.matrix.set_weight(whiten @ self.matrix.weight(torch.float64))
+        with undone_on_failure(self):
+            super().initialize(x, cond, mask, force=force)
+            _, correlations = channel_covariance(self(x, cond, mask)[0], mask)  # of channels that are scaled already
+            correlations.diagonal().clamp_(min=1.0)  # of constant channels, which then stay apart
+            variances, directions = (part.flip(-1) for part in torch.linalg.eigh(correlations))
+            # Signs of eigenvectors are arbitrary: of every component the weight that is largest in size is positive.
+            directions = directions * directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
+            whiten = (directions * variances.clamp(min=1e-6).rsqrt()).mT
+            whiten = whiten if self.principal else directions @ whiten
+            self.matrix.set_weight(whiten @ self.matrix.weight(torch.float64))
 
     def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:
         return std < 1e-3
 
     def _take(self, mean: Tensor, std: Tensor) -> None:
         self.bias.copy_(-mean)
-        self.matrix.set_weight(std.reciprocal().diag())
+        self.unit.copy_(torch.where((std > 0.05) & (std < 20), 1.0, std))
+        self.matrix.set_weight((self.unit / std).diag())
 
     def _forward(self, x, cond, mask):
-        return super()._forward(x + per_channel(self.bias.to(x.dtype), x), cond, mask)
+        bias, unit = self.bias.to(x.dtype), self.unit.to(x.dtype)
+        z, logdet = super()._forward((x + per_channel(bias, x)) / per_channel(unit, x), cond, mask)
+        return z, logdet - at_each_position(unit.log().sum(), x, mask)
 
     def _inverse(self, z, cond, mask):
+        bias, unit = self.bias.to(z.dtype), self.unit.to(z.dtype)
         x, logdet = super()._inverse(z, cond, mask)
-        return x - per_channel(self.bias.to(z.dtype), z), logdet
+        return x * per_channel(unit, z) - per_channel(bias, z), logdet + at_each_position(unit.log().sum(), z, mask)
 
 
 class GroupedLinear(_Mixing):

@@ -94,7 +94,7 @@ class DataInitialized(Channelwise):
             raise ValueError(f"{here} cannot be initialised from a batch without a single valid position")
         if count < self.fewest:
             raise ValueError(f"{here} is initialised from the covariance of {self.channels} channels, which takes at "
-                             f"least {self.fewest} valid positions, this batch has {count:.0f}: give a larger batch")
+                             f"least {self.fewest} valid positions: this batch has {count:.0f}")
         wrong = ~(mean.isfinite() & std.isfinite())
         if wrong.any():
             raise ValueError(f"{here}: the batch has values that are not finite in channels {_listed(wrong)}")

@@ -183,7 +183,7 @@ class FlowModel(GenerativeModel):
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
-        rows = max(2, min(len(batch), _INITIAL_SCALARS // self.spec.dims))
+        rows = max(2, self._rows_to_whiten(len(batch)), min(len(batch), _INITIAL_SCALARS // self.spec.dims))
         chosen = spread_rows(len(batch), rows)
         part = self._filled(batch.rows(chosen), KeyedGenerator(self.seed, chosen, "initialize"))
         if self.spec.levels is None:
@@ -193,6 +193,21 @@ class FlowModel(GenerativeModel):
         self.core.initialize(part.x, self._cond(part), part.mask, generator=noise)
         for average in self.ema.averages if self.ema is not None else ():
             average.load_state_dict(self.core.state_dict())
+
+    def _rows_to_whiten(self, rows: int) -> int:
+        """The fewest items from which the covariance of `whiten` is taken.
+
+        Raises:
+            InputError: where there are not as many.
+        """
+        layer = next((part for part in self.core.modules() if isinstance(part, Whitening)), None)
+        if layer is None:
+            return 0
+        fewest = math.ceil(layer.fewest * layer.channels / self.spec.dims)
+        if rows < fewest:
+            raise InputError(f"whiten={self.whiten} takes the covariance of {layer.channels} numbers from at least "
+                             f"{fewest} items, and {self.spec.name} has {rows}: give a smaller whiten, or 0")
+        return fewest
 
     def _refuse_constants(self, batch: Batch) -> None:
         """Raise InputError for a column whose density would grow without bound."""

@@ -190,11 +190,11 @@ def _pairs(s: Subject):
 
 @MASK_CHECKS.add("masked start", 1e-6, "initialisation on padded sequences = on the same sequences cropped")
 def masked_start(s: Subject) -> Measured:
-    """Two instances initialised on 16 rows, one padded and one cropped; their state dicts are compared."""
+    """Two instances initialised on 16 rows or as many as a layer needs, one padded and one cropped, are compared."""
     if not waits(s.blank):
         raise NotApplicable("needs no data to start from")
     length = s.lengths()[-1]
-    rows = 16
+    rows = max([16, *(getattr(part, "fewest", 0) for part in s.blank.modules())])
     x = draw((rows, *s.shape), s.x_range, s.generator("start")).to(s.x.device)
     cond = None if s.cond is None else s.cond[:1].expand(rows, *s.cond.shape[1:])
     mask = (torch.arange(s.shape[-1], device=x.device) < length).expand(rows, 1, -1)

@@ -269,7 +269,7 @@ def test_rotations_are_uniform():
 # ---- whitening ----
 
 
-def correlated(*space, channels=5, rows=40):
+def correlated(*space, channels=5, rows=60):
     """Channels of unlike means and scales, each a mixture of all."""
     mixture = gaussian(channels, channels, seed=1) * torch.tensor([10.0, 1.0, 0.1, 1.0, 3.0]).double()[:channels, None]
     x = torch.tensordot(gaussian(rows, channels, *space), mixture, dims=([1], [1]))
@@ -328,10 +328,10 @@ def test_whitening(principal, space):
 
 def test_padding_has_no_say_in_whitening():
     x = correlated(6)
-    mask = first_frames(x, *[6, 3, 0, 1] * 10)
+    mask = first_frames(x, *[6, 3, 0, 1] * 15)
     valid = torch.cat([row[:, keep[0]] for row, keep in zip(x, mask, strict=True)], 1).T
     count, covariance = channel_covariance(x.masked_fill(~mask, torch.nan), mask)
-    assert count == 100
+    assert count == 150
     torch.testing.assert_close(covariance, torch.cov(valid.T, correction=0), rtol=1e-10, atol=1e-10)
     whole, masked = Whitening(5).double(), Whitening(5).double()
     whole.initialize(valid)
@@ -345,23 +345,55 @@ def test_whitening_of_dependent_and_constant_channels():
     x[:, 1] = 2 * x[:, 0] + 3
     layer = Whitening(5).double()
     layer.initialize(x)
-    assert 900 < float(layer.singular_values()[0]) * float(x[:, 1].std()) < 5000
+    of_scaled = layer.weight() * (x.std(0, correction=0) / layer.unit)
+    assert float(torch.linalg.matrix_norm(of_scaled, 2)) == pytest.approx(1000)
     x[:, 1] = 4.0
     layer = Whitening(5).double()
     with pytest.warns(UserWarning, match="channels 1 are constant"):
         layer.initialize(x)
     z, _ = layer(x)
-    torch.testing.assert_close(z[:, 1].detach(), torch.zeros(40).double(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(z[:, 1].detach(), torch.zeros(60).double(), rtol=0, atol=1e-9)
     assert layer.weight()[1, 1].item() == pytest.approx(1)
     torch.testing.assert_close(layer.inverse(z)[0], x, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("x", [torch.zeros(5, 5), torch.zeros(1, 5, 5)])
-def test_whitening_takes_more_positions_than_channels(x):
+@pytest.mark.parametrize("x", [torch.zeros(49, 5), torch.zeros(7, 5, 7)])
+def test_whitening_takes_ten_positions_a_channel(x):
     layer = Whitening(5)
-    with pytest.raises(ValueError, match="covariance of 5 channels, .* at least 6 valid positions, this batch has 5"):
+    with pytest.raises(ValueError, match="covariance of 5 channels, .* at least 50 valid positions: this batch has 49"):
         layer.initialize(x)
     assert not layer.ready and torch.equal(layer.weight(), torch.eye(5))
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e4, 1e9])
+def test_whitening_of_channels_of_any_width(scale):
+    """The matrix alone holds scales up to 22,000: dependent channels would leave it."""
+    x = scale * correlated()
+    x[:, 1] = x[:, 0] + 0.3 * x[:, 1]
+    layer = Whitening(5).double()
+    layer.initialize(x)
+    z, logdet = layer(x)
+    torch.testing.assert_close(torch.cov(z.detach().T, correction=0), torch.eye(5).double(), rtol=0, atol=1e-6)
+    truth = -0.5 * torch.linalg.slogdet(torch.cov((x / scale).T, correction=0)).logabsdet - 5 * math.log(scale)
+    assert logdet.tolist() == pytest.approx([float(truth)] * len(x), abs=1e-6)
+    torch.testing.assert_close(layer.inverse(z)[0], x, rtol=0, atol=1e-9 * scale)
+
+
+def test_an_initialisation_that_fails_leaves_nothing(monkeypatch):
+    layer = Whitening(5).double()
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer.initialize(correlated())
+    monkeypatch.undo()
+    assert not layer.ready and not layer.initialized and torch.equal(layer.weight(), torch.eye(5).double())
+    layer.initialize(correlated())
+
+
+@pytest.mark.slow
+def test_large_rotations():
+    """The determinant of an orthogonal matrix of 3,072 rows underflows on its way."""
+    weight = random_rotation(3072, generator())
+    assert weight.square().sum(0).sub(1).abs().max() < 1e-10
 
 
 # ---- precision, and nothing remembered ----

@@ -274,8 +274,8 @@ def two_processes_agree(tmp_path, layer, x, mask, shares):
 def test_two_processes_give_the_start_of_one(tmp_path, monkeypatch, layer):
     layer = layer.double()
     scale = torch.tensor([1.0, 30.0, 0.1]).double()[:, None]
-    x = gaussian(6, 3, 7) * scale + torch.arange(6.0).double()[:, None, None]
-    mask = lengths(7, 7, 5, 2, 6, 1, 0)
+    x = gaussian(6, 3, 12) * scale + torch.arange(6.0).double()[:, None, None]
+    mask = lengths(12, 12, 8, 4, 10, 2, 0)
     (tmp_path / "a").mkdir()
     two_processes_agree(tmp_path / "a", copy.deepcopy(layer), x, mask, (slice(0, 2), slice(2, 6)))
     # Mutant: every process for itself.

@@ -13,6 +13,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
+from genmodels.models import flow
 from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP, TarFlow
 from tests.parameters import scattered_model
 
@@ -52,8 +53,8 @@ MODELS = {
     "tarflow, whitened": lambda: TarFlow(COLOURS, blocks=2, whiten=2, preprocess="centre", **SMALL),
     "glow, whitened": lambda: Glow(COLOURS, steps=1, hidden=8, whiten=1),
     "glow of sequences, whitened": lambda: Glow(TRACKS, steps=1, hidden=8, levels=2, whiten=1),
-    "nsf of images, whitened": lambda: NSF(COLOURS, layers=2, bins=4, whiten=4),
-    "maf, whitened": lambda: MAF(TABLE, layers=2, whiten=1),
+    "nsf of images, whitened": lambda: NSF(COLOURS, layers=2, bins=4, whiten=2),
+    "maf, whitened": lambda: MAF(PLANE, layers=2, whiten=1),
     "jet, two scales": lambda: Jet(COLOURS, couplings=2, levels=2, **SMALL),
     "maf": lambda: NSF(TABLE, layers=2, kind="autoregressive", transform="affine", mix="actnorm"),
 }
@@ -247,6 +248,17 @@ def test_whitened_squares_start_as_their_gaussian():
     starts_from_the_gaussian_of_squares(made_with)
     with pytest.raises(AssertionError):
         starts_from_the_gaussian_of_squares(lambda side: made_with(0))
+
+
+def test_whitening_takes_enough_items(monkeypatch):
+    """More than what else would be held at once, where the covariance needs them."""
+    monkeypatch.setattr(flow, "_INITIAL_SCALARS", 192)
+    batch = batch_of(COLOURS, 160)
+    made = [TarFlow(COLOURS, blocks=2, whiten=side, **SMALL) for side in (4, 8)]
+    made[0].initialize(batch)
+    with pytest.raises(InputError, match="whiten=8 takes the covariance of 192 numbers from at least 1920 items, and "
+                                         "colours has 160: give a smaller whiten, or 0"):  # fmt: skip
+        made[1].initialize(batch)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-5])
