@@ -346,7 +346,7 @@ def test_whitening_of_dependent_and_constant_channels():
     layer = Whitening(5).double()
     layer.initialize(x)
     of_scaled = layer.weight() * (x.std(0, correction=0) / layer.unit)
-    assert float(torch.linalg.matrix_norm(of_scaled, 2)) == pytest.approx(1000)
+    assert torch.linalg.matrix_norm(of_scaled, 2).item() == pytest.approx(1000)
     x[:, 1] = 4.0
     layer = Whitening(5).double()
     with pytest.warns(UserWarning, match="channels 1 are constant"):
