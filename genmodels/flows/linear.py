@@ -273,18 +273,18 @@ class InvertibleLinear(_Mixing):
 class Whitening(DataInitialized, InvertibleLinear):
     """An invertible 1x1 convolution that starts by decorrelating the channels.
 
-        z_pos = W (x_pos + b),    log |det| = n_pos log|det W|
-        at the start b = -mean,   W = R^-1/2 D^-1/2,   R = D^-1/2 cov D^-1/2 = Q E Q',   D = diag(cov)
+        z_pos = W ((x_pos + b) / u),    log |det| = n_pos (log|det W| - sum log u)
+        at the start b = -mean,   W = R^-1/2 diag(u) D^-1/2,   R = D^-1/2 cov D^-1/2 = Q E Q',   D = diag(cov)
 
     It starts as the identity; `initialize` takes mean and covariance over examples and valid positions. Directions
     whose variance in R is below 1e-6 are scaled as if it were that; channels with a standard deviation below 1e-3 are
-    centred only. W, which holds scales between 5e-5 and 2e4, leaves standard deviations beyond 1/20 and 20 to the
-    buffer `unit`, by which x + b is divided first.
+    centred only. W holds scales between 5e-5 and 2e4; the units u, which are not trained, are therefore the standard
+    deviations that are not between 1/20 and 20, and 1 elsewhere.
 
     Arguments:
         channels: number of channels C; of dimensions for vectors.
-        principal: start from W = E^-1/2 Q' D^-1/2, whose channels are the principal components, the largest first,
-            instead of the symmetric root, which leaves every channel closest to what it was.
+        principal: start from W = E^-1/2 Q' diag(u) D^-1/2, whose channels are the principal components, the largest
+            first, instead of the symmetric root, which leaves every channel closest to what it was.
 
     Shapes: `x (B, C, *space)`, `mask (B, 1, T)`, `logdet (B,)`.
     Errors: see `DataInitialized`; ValueError for fewer than ten valid positions a channel.
@@ -319,9 +319,6 @@ class Whitening(DataInitialized, InvertibleLinear):
             whiten = (directions * variances.clamp(min=1e-6).rsqrt()).mT
             whiten = whiten if self.principal else directions @ whiten
             self.matrix.set_weight(whiten @ self.matrix.weight(torch.float64))
-
-    def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:
-        return std < 1e-3
 
     def _take(self, mean: Tensor, std: Tensor) -> None:
         self.bias.copy_(-mean)

@@ -28,13 +28,18 @@ def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tenso
         >>> channel_moments(torch.tensor([[1.0, 3.0], [5.0, 7.0]])[:, None])
         (4.0, tensor([4.], dtype=torch.float64), tensor([2.2361], dtype=torch.float64))
     """
-    values = x.to(torch.float64).flatten(2) if x.dim() > 2 else x.to(torch.float64)[..., None]  # (B, C, N)
+    values = _by_position(x)
     count = positions(values, mask)
     count = count.sum() if isinstance(count, Tensor) else values.new_tensor(count * len(values))
     total = summed(torch.cat([count[None], hide(values, mask).sum((0, 2))]))
     mean = total[1:] / total[0]
     squares = summed(hide(values - mean[:, None], mask).square().sum((0, 2)))
     return float(total[0]), mean, (squares / total[0]).sqrt()
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """(B, C, N) in float64."""
+    return x.to(torch.float64).flatten(2) if x.dim() > 2 else x.to(torch.float64)[..., None]
 
 
 def channel_covariance(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tensor]:
@@ -48,15 +53,14 @@ def channel_covariance(x: Tensor, mask: Tensor | None = None) -> tuple[float, Te
                 [1., 1.]], dtype=torch.float64))
     """
     count, mean, _ = channel_moments(x, mask)
-    values = x.to(torch.float64).flatten(2) if x.dim() > 2 else x.to(torch.float64)[..., None]
-    values = hide(values - mean[:, None], mask).transpose(0, 1).flatten(1)  # (C, B N)
+    values = hide(_by_position(x) - mean[:, None], mask).transpose(0, 1).flatten(1)  # (C, B N)
     return count, summed(values @ values.mT) / count
 
 
 class DataInitialized(Channelwise):
     """A bijection of each channel, initialised from the mean and standard deviation of the first batch.
 
-    A subclass defines `_take(mean, std)`, and `_is_constant(mean, std)`, the channels that are not scaled. The flag
+    A subclass defines `_take(mean, std)`; `_is_constant(mean, std)` are the channels that are not scaled. The flag
     `initialized` is a buffer, which is saved; `ready` is its copy in Python, so that reading it never waits for the
     device.
 
@@ -110,7 +114,7 @@ class DataInitialized(Channelwise):
         self.ready = True
 
     def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:
-        raise NotImplementedError
+        return std < 1e-3
 
     def _take(self, mean: Tensor, std: Tensor) -> None:
         raise NotImplementedError
@@ -163,9 +167,6 @@ class ActNorm(DataInitialized):
     def log_scale(self) -> Tensor:
         """s, less than 10 from the offset."""
         return self.offset + bounded(self.raw_log_scale, _LIMIT)
-
-    def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:
-        return std < 1e-3
 
     def _take(self, mean: Tensor, std: Tensor) -> None:
         self.bias.copy_(-mean)
