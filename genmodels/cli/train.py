@@ -16,7 +16,7 @@ import yaml
 from genmodels.cli.schema import TARGET, Schema
 from genmodels.core.checkpoint import verify
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import located, write_text
+from genmodels.core.files import flat, located, write_text
 from genmodels.core.random import seed_of
 from genmodels.data.base import DataModule
 from genmodels.models.base import GenerativeModel
@@ -171,10 +171,15 @@ def _start_from(init: str, network: GenerativeModel, trust: list[str]) -> None:
     """Give a network the weights of a trained one."""
     path = located(init)
     verify(path)
+    trained, header = load_model(path, device="cpu", trust=trust)
     try:
-        network.start_from(load_model(path, device="cpu", trust=trust)[0])
+        network.start_from(trained)
     except InputError as error:
-        raise InputError(f"init={init}: {error}") from None
+        theirs, own = (flat(node, "model.") for node in (header["model"], network.run_config["model"]))
+        differing = [f"; {key} is {value!r} there and {own[key]!r} here" for key, value in theirs.items()
+                     if own.get(key, value) != value and not key.startswith(("model.optimizer.", "model.ema_decay"))]
+        same_class = theirs["model._target_"] == own["model._target_"]
+        raise InputError(f"init={init}: {error}{''.join(differing) if same_class else ''}") from None
 
 
 def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> DataModule:

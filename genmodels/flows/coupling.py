@@ -276,13 +276,14 @@ class MaskedAutoregressive(Bijection):
 
         z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log |df/dx_i|
 
-    The forward pass takes one evaluation of the network, the inverse D. Its `Inverse` is the inverse autoregressive
-    flow (IAF), fast to sample and slow to evaluate.
+    The forward pass takes one evaluation of the network, the inverse D turns with together the arithmetic of one. Its
+    `Inverse` is the inverse autoregressive flow (IAF), fast to sample and slow to evaluate.
 
     Arguments:
         features: number of dimensions D.
         transform: the elementwise map f; `MeanScale` makes the masked autoregressive flow (MAF) of the paper.
-        made: masked network from D to `transform.params_per_dim * D` outputs, which has the order of the dimensions.
+        made: masked network from D to `transform.params_per_dim * D` outputs, which has the order of the dimensions and
+            its own `unroll`.
             Its output bias is set to `transform.start`.
 
     Shapes: events `(D,)`, `cond` as the network's.
@@ -321,10 +322,20 @@ class MaskedAutoregressive(Bijection):
         return z, per_example(hide(log_derivative, mask))
 
     def _inverse(self, z, cond, mask):
-        x = log_derivative = torch.zeros_like(z)
-        for turn in range(self.features):
-            change, log_derivative = self.transform.inverse(z, self._params(x, cond))
-            # Other dimensions have no meaning yet (`change`), or are found already.
-            x = torch.where(self.net.order == turn, hide(change, mask), x)
-        # The parameters of the last pass are those of every turn, since none depends on later dimensions.
+        log_derivatives, dimensions = [], self.net.order.argsort()
+
+        def choose(turn: int, outputs: Tensor) -> Tensor:
+            # A transform with numbers of its own for each dimension takes all of them; the others have no meaning.
+            own = dimensions[turn : turn + 1]
+            params = outputs.to(z.dtype)[:, :, None]
+            if self.transform.channels is None:
+                value, log_derivative = self.transform.inverse(z[:, own], params)
+            else:
+                found = self.transform.inverse(z, params.expand(-1, -1, self.features))
+                value, log_derivative = (each[:, own] for each in found)
+            log_derivatives.append(log_derivative)
+            return hide(value, None if mask is None else mask[:, own])[:, 0]
+
+        x = self.net.unroll(choose, z, cond)
+        log_derivative = torch.cat(log_derivatives, 1)[:, self.net.order]
         return x, per_example(hide(log_derivative, mask))

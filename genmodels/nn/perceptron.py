@@ -220,6 +220,7 @@ class MADE(Net):
         self.residual, self.activation = residual, _activation(activation)
         self.register_buffer("order", torch.tensor(order))
         degrees, inner = self.order + 1, hidden_degrees(features, hidden, self.uses_cond)
+        self.ends = torch.searchsorted(inner, torch.arange(features), right=True).tolist()  # units up to each degree
         self.stem = MaskedLinear(inner[:, None] >= degrees)
         self.layers = nn.ModuleList(
             MaskedLinear(inner[:, None] >= inner) for _ in range(2 * depth if residual else depth - 1)
@@ -231,6 +232,59 @@ class MADE(Net):
         if self.residual:
             return _residual(self, self.layers[::2], self.layers[1::2], x, cond, mask)
         return _layered(self, x, cond, mask)
+
+    def unroll(self, choose: Callable[[int, Tensor], Tensor], like: Tensor, cond: Tensor | None = None) -> Tensor:
+        """The x whose dimensions are chosen one after another, each given its outputs, which depend on those before it.
+
+            x_i = choose(turn_i, made_i(x_before i, cond))
+
+        A hidden unit is computed in the turn of its degree and kept, so that all turns together take the arithmetic of
+        one pass.
+
+        Arguments:
+            choose: from the turn, 0 .. D - 1, and the outputs (B, P) of the dimension whose turn it is to its values
+                (B,).
+            like: (B, D), of the batch size, dtype and device of the result; its values do not matter.
+
+        Example:
+            >>> made = MADE(3, 2, hidden=16)
+            >>> made.unroll(lambda turn, outputs: outputs[:, 0] + turn, torch.empty(1, 3)).tolist()
+            [[0.0, 1.0, 2.0]]
+        """
+        _, (first, *others) = self.enter(like, cond, None)
+        sequence = self.order.argsort()
+        weights = [layer.weight * layer.mask for layer in self.layers]
+        stem = (self.stem.weight * self.stem.mask)[:, sequence]
+        head = (self.head.weight * self.head.mask).unflatten(0, (-1, self.in_channels))[:, sequence]
+        bias = self.head.bias.unflatten(0, (-1, self.in_channels))[:, sequence]
+        x, inputs, start = like[:, :0], [like.new_zeros(len(like), 0) for _ in range(len(weights) + 1)], 0
+
+        def units(number: int, entering: Tensor, modulation: Modulation = None) -> Tensor:
+            """The units of this turn behind a layer, whose inputs `entering` are new."""
+            inputs[number] = torch.cat([inputs[number], entering], 1)
+            h = linear(inputs[number], weights[number][start:end, :end], self.layers[number].bias[start:end])
+            return modulate(h, _part(modulation, start, end))
+
+        for turn, end in enumerate(self.ends):
+            if end > start:
+                h = modulate(linear(x, stem[start:end, :turn], self.stem.bias[start:end]), _part(first, start, end))
+                if self.residual:
+                    for block, modulation in enumerate(others):
+                        inside = units(2 * block, self.activation(h), modulation)
+                        h = h + units(2 * block + 1, self.dropout(self.activation(inside)))
+                else:
+                    for number, modulation in enumerate(others):
+                        h = units(number, self.dropout(self.activation(h)), modulation)
+                    h = self.dropout(self.activation(h))
+                inputs[-1], start = torch.cat([inputs[-1], h], 1), end
+            outputs = linear(inputs[-1], head[:, turn, :end], bias[:, turn])
+            x = torch.cat([x, choose(turn, outputs)[:, None]], 1)
+        return x[:, self.order]
+
+
+def _part(modulation: Modulation, start: int, end: int) -> Modulation:
+    """The modulation of some units."""
+    return modulation and tuple(each if each is None else each[:, start:end] for each in modulation)
 
 
 def hidden_degrees(features: int, hidden: int, conditional: bool) -> Tensor:

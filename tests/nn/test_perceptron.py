@@ -132,6 +132,24 @@ def test_condition_reaches_every_output(name, conditioning):
     assert (jacobian.reshape(made.out_channels, -1) != 0).all()
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("kind", CONDITIONS)
+@pytest.mark.parametrize("conditioning", ["concat", "film"])
+def test_dimensions_in_turn_have_the_outputs_of_one_pass(name, kind, conditioning):
+    made, _, cond = ready(name, kind, conditioning=conditioning)
+    outputs = []
+
+    def choose(turn, output):
+        outputs.append(output)
+        return output.sum(1).sin() + turn
+
+    x = made.unroll(choose, torch.empty(1, made.in_channels, dtype=torch.float64), cond)
+    expected = made(x, cond).view(-1, made.in_channels)[:, made.order.argsort()]
+    torch.testing.assert_close(torch.cat(outputs).mT, expected, rtol=1e-12, atol=1e-12)
+    chosen = expected.sum(0).sin() + torch.arange(made.in_channels)
+    torch.testing.assert_close(x[0, made.order.argsort()], chosen, rtol=1e-11, atol=1e-11)
+
+
 def test_mutants():
     """A mask that lets a dimension see itself; one that hides the neighbour."""
     made, x, cond = ready("plain")

@@ -199,7 +199,7 @@ def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
     assert any(not torch.equal(value, before["state_dict"][name]) for name, value in own.items())  # not the raw ones
     assert main([*words, *still, f"run_dir={second}", "trainer.max_steps=21", "resume=last"]) == 0
     capsys.readouterr()
-    for more, said in ((["model.hidden=9"], "here: give the options of that model"),
+    for more, said in ((["model.hidden=9"], "model; model.hidden is 8 there and 9 here\n"),
                        (["init=nowhere.ckpt"], "nowhere.ckpt"),
                        (["model=maf", "~model.layers"], "it holds a nsf, and this is a maf")):
         assert main([*words, *still, f"run_dir={tmp_path}/third", *more]) in (1, 2)
