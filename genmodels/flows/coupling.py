@@ -325,14 +325,9 @@ class MaskedAutoregressive(Bijection):
         log_derivatives, dimensions = [], self.net.order.argsort()
 
         def choose(turn: int, outputs: Tensor) -> Tensor:
-            # A transform with numbers of its own for each dimension takes all of them; the others have no meaning.
             own = dimensions[turn : turn + 1]
-            params = outputs.to(z.dtype)[:, :, None]
-            if self.transform.channels is None:
-                value, log_derivative = self.transform.inverse(z[:, own], params)
-            else:
-                found = self.transform.inverse(z, params.expand(-1, -1, self.features))
-                value, log_derivative = (each[:, own] for each in found)
+            given = {} if self.transform.channels is None else {"own": own}
+            value, log_derivative = self.transform.inverse(z[:, own], outputs.to(z.dtype)[:, :, None], **given)
             log_derivatives.append(log_derivative)
             return hide(value, None if mask is None else mask[:, own])[:, 0]
 

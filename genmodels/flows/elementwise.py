@@ -42,7 +42,8 @@ class ElementTransform(nn.Module):
 
     Attributes:
         params_per_dim: number P of parameters of each element.
-        channels: number of channels of its own learned parameters; None without these.
+        channels: number of channels of its own learned parameters; None without these. Otherwise `inverse` takes as
+            `own` the numbers of the channels that z and params hold, all by default.
         exact_inverse: whether the inverse is a formula (and not an iteration).
         inverse_cost: `same` or `iterative`.
         constant_logdet: whether the log-derivative does not depend on x and params.
@@ -92,6 +93,11 @@ class Additive(ElementTransform):
         return z - params.squeeze(1), torch.zeros_like(z)
 
 
+def _some(values: Tensor, own: Tensor | None) -> Tensor:
+    """Values (..., C) of the channels `own`, of all if None."""
+    return values if own is None else values[..., own]
+
+
 class TanhScale(nn.Module):
     """The log-scale of RealNVP with learned range and centre, |h| < 10.
 
@@ -112,8 +118,8 @@ class TanhScale(nn.Module):
         super().__init__()
         self.raw = nn.Parameter(torch.tensor([[1.0], [0.0]]).repeat(1, channels))  # a_raw, b_raw
 
-    def forward(self, s: Tensor) -> Tensor:
-        a, b = per_channel(bounded(self.raw, 5.0), s).unbind()
+    def forward(self, s: Tensor, own: Tensor | None = None) -> Tensor:
+        a, b = per_channel(bounded(_some(self.raw, own), 5.0), s).unbind()
         # a tanh(s) + b, by tanh(s) = 2 sigmoid(2 s) - 1: on a CPU torch's sigmoid takes a quarter of its tanh's time.
         return torch.addcmul(b - a, a, torch.sigmoid(s + s), value=2)
 
@@ -136,8 +142,8 @@ class TiedScale(nn.Module):
         super().__init__()
         self.raw = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, s: Tensor) -> Tensor:
-        limit = per_channel(bounded(self.raw, math.log(10)).exp(), s)
+    def forward(self, s: Tensor, own: Tensor | None = None) -> Tensor:
+        limit = per_channel(bounded(_some(self.raw, own), math.log(10)).exp(), s)
         return limit * torch.tanh(s / limit)
 
 
@@ -159,7 +165,7 @@ class SigmoidScale(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
 
-    def forward(self, s: Tensor) -> Tensor:
+    def forward(self, s: Tensor, own: Tensor | None = None) -> Tensor:
         return torch.log(0.001 + 0.999 * torch.sigmoid(s + 2))
 
 
@@ -191,7 +197,7 @@ class PlainScale(nn.Module):
         """a."""
         return torch.where(s < 0, s - _FLOOR, s + _FLOOR)
 
-    def forward(self, s: Tensor) -> Tensor:
+    def forward(self, s: Tensor, own: Tensor | None = None) -> Tensor:
         return torch.log(s.abs() + _FLOOR)
 
 
@@ -238,9 +244,9 @@ class Affine(ElementTransform):
         a = self.log_scale.signed(s) if self.scale == "plain" else torch.exp(h)
         return torch.addcmul(t, a, x), h
 
-    def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse(self, z: Tensor, params: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
         s, t = params.unbind(1)
-        h = -self.log_scale(s)
+        h = -self.log_scale(s, own)
         if self.scale == "plain":
             return (z - t) / self.log_scale.signed(s), h
         return (z - t) * torch.exp(h), h
@@ -337,9 +343,9 @@ class LogisticMixture(ElementTransform):
         z, h = self.affine(v, affine)
         return z, log_slope + h
 
-    def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse(self, z: Tensor, params: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
         mixture, affine = self._unpack(params)
-        v, h = self.affine.inverse(z, affine)
+        v, h = self.affine.inverse(z, affine, own)
         x = _Root.apply(v, *mixture)
         return x, h - logit(x, mixture)[1]
 
