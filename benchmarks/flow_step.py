@@ -1,6 +1,6 @@
 """Training and sampling steps of our flows compared with nflows, zuko, normflows and the bare coupling networks.
 
-    python benchmarks/flow_step.py [--threads 2] [--repeats 9] [--cases vector glow] [--compile]
+    python benchmarks/flow_step.py [--threads 2] [--repeats 9] [--cases vector glow maf] [--compile]
 
 The unit is the cost of the coupling networks alone, on inputs of the same shapes: forward, backward, Adam's step.
 Every library gets the same couplings, widths and batch; with `--compile` a further contestant is our flow, compiled,
@@ -22,14 +22,16 @@ from genmodels.flows.coupling import Coupling
 from genmodels.flows.coupling_flows import realnvp_vector
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import glow
+from genmodels.flows.spline import neural_spline
 
 FEATURES, COUPLINGS, HIDDEN, BATCH = 64, 8, 256, 512
+MAF_FEATURES, MAF_LAYERS, MAF_BATCH = 128, 5, 64
 GLOW = {"levels": 3, "steps": 8, "hidden": 64}
 SHAPE, GLOW_BATCH = (1, 32, 32), 32
 
 
-def perceptron(wide: int = FEATURES) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(FEATURES // 2, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN), nn.SiLU(),
+def perceptron(wide: int = FEATURES, features: int = FEATURES // 2) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(features, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN), nn.SiLU(),
                          nn.Linear(HIDDEN, wide))
 
 
@@ -121,6 +123,30 @@ class Normflows(nn.Module):
         return self.flow.sample(n)[0]
 
 
+class NflowsMAF(Nflows):
+    def __init__(self):
+        from nflows.distributions.normal import StandardNormal as Base
+        from nflows.flows.base import Flow as Whole
+        from nflows.transforms.autoregressive import MaskedAffineAutoregressiveTransform as Layer
+        from nflows.transforms.base import CompositeTransform
+        from nflows.transforms.permutations import ReversePermutation
+
+        nn.Module.__init__(self)
+        layers = [layer for _ in range(MAF_LAYERS) for layer in (
+            Layer(MAF_FEATURES, HIDDEN, num_blocks=1, use_residual_blocks=False, activation=nn.functional.silu),
+            ReversePermutation(MAF_FEATURES))]
+        self.flow = Whole(CompositeTransform(layers), Base([MAF_FEATURES]))
+
+
+class ZukoMAF(Zuko):
+    def __init__(self):
+        import zuko
+
+        nn.Module.__init__(self)
+        self.flow = zuko.flows.MAF(MAF_FEATURES, transforms=MAF_LAYERS, hidden_features=(HIDDEN, HIDDEN),
+                                   activation=nn.SiLU)
+
+
 class NormflowsGlow(nn.Module):
     def __init__(self):
         import normflows as nf
@@ -192,12 +218,20 @@ def glow_case() -> tuple[dict[str, nn.Module], torch.Tensor]:
     return {**models, **present({"normflows": NormflowsGlow})}, x
 
 
+def maf_case() -> tuple[dict[str, nn.Module], torch.Tensor]:
+    x = torch.randn(MAF_BATCH, MAF_FEATURES)
+    bijection = neural_spline(MAF_FEATURES, layers=MAF_LAYERS, kind="autoregressive", transform="affine", hidden=HIDDEN)
+    bare = Bare([perceptron(2 * MAF_FEATURES, MAF_FEATURES) for _ in range(MAF_LAYERS)], [x] * MAF_LAYERS)
+    peers = {"nflows": NflowsMAF, "zuko": ZukoMAF}
+    return {"bare": bare, "ours": Ours(bijection, (MAF_FEATURES,)), **present(peers)}, x
+
+
 def present(peers: dict[str, type]) -> dict[str, nn.Module]:
     """The peers that are installed."""
     return {name: peer() for name, peer in peers.items() if importlib.util.find_spec(name)}
 
 
-CASES = {"vector": vector_case, "glow": glow_case}
+CASES = {"vector": vector_case, "glow": glow_case, "maf": maf_case}
 
 
 def report(title: str, timing: Timing) -> None:
