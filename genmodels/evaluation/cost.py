@@ -65,13 +65,16 @@ def networks_of(core: nn.Module) -> list[nn.Module]:
 def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | None:
     """Network evaluations per sample: counted, or as the sampler reports; of a flow those of each of its layers.
 
-    One for couplings, D for autoregressive layers, and of transformer flows the mean over the meta-blocks, of which the
-    sampler reports the sum.
+    One for couplings, D for autoregressive layers, whose turns are counted, and of transformer flows the mean over the
+    meta-blocks, of which the sampler reports the sum.
     """
     reported = made.get("evaluations")
     if is_flow(model):
         blocks = sum(hasattr(layer, "sweeps") for layer in model.core.modules())
-        return reported / blocks if blocks and reported else max(1.0, rows / n)
+        if blocks and reported:
+            return reported / blocks
+        turns = [net.in_channels for net in networks_of(model.core) if hasattr(net, "unroll")]
+        return max(1.0, rows / n if rows else max(turns, default=1))  # a network in turns is never called whole
     if rows:
         return rows / n
     if reported is None or is_diffusion(model) or is_masked_diffusion(model):
