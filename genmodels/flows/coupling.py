@@ -276,15 +276,14 @@ class MaskedAutoregressive(Bijection):
 
         z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log |df/dx_i|
 
-    The forward pass takes one evaluation of the network, the inverse D turns with together the arithmetic of one. Its
-    `Inverse` is the inverse autoregressive flow (IAF), fast to sample and slow to evaluate.
+    The forward pass takes one evaluation of the network. The inverse takes D turns, one after another, that together
+    have the arithmetic of one evaluation. Its `Inverse` is the inverse autoregressive flow (IAF), fast to sample.
 
     Arguments:
         features: number of dimensions D.
         transform: the elementwise map f; `MeanScale` makes the masked autoregressive flow (MAF) of the paper.
-        made: masked network from D to `transform.params_per_dim * D` outputs, which has the order of the dimensions and
-            its own `unroll`.
-            Its output bias is set to `transform.start`.
+        made: masked network from D to `transform.params_per_dim * D` outputs, with the order of the dimensions and
+            `unroll`. Its output bias is set to `transform.start`.
 
     Shapes: events `(D,)`, `cond` as the network's.
     Errors: ValueError when network and transform do not fit, or for an event of another shape.

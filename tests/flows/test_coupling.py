@@ -427,9 +427,11 @@ LAYERS = {
     "maf": lambda: autoregressive(MeanScale()),
     "maf, shuffled": lambda: autoregressive(MeanScale(), order=ORDER),
     "maf, residual": lambda: autoregressive(MeanScale(), residual=True, order=[3, 2, 1, 0]),
-    "affine": lambda: autoregressive(Affine(4)),
+    "affine": lambda: autoregressive(Affine(4), order=ORDER),
+    "affine, tied": lambda: autoregressive(Affine(4, scale="tied"), order=ORDER),
+    "affine, plain": lambda: autoregressive(Affine(4, scale="plain"), order=ORDER),
     "spline": lambda: autoregressive(RationalQuadraticSpline(bins=4), order=ORDER),
-    "mixture": lambda: autoregressive(LogisticMixture(4, components=2)),
+    "mixture": lambda: autoregressive(LogisticMixture(4, components=2), order=ORDER),
     "labels": lambda: autoregressive(MeanScale(), order=ORDER, cond=Condition("labels", 3)),
     "one dimension": lambda: autoregressive(MeanScale(), features=1, cond=Condition("labels", 3)),
 }
@@ -546,6 +548,31 @@ def test_hidden_units_a_turn_too_late_are_caught():
     assert {"round trip", "log-dets cancel"} <= set(check_bijection(layer, (4,), compiler=None).failed)
 
 
+class OfTheNext(Affine):
+    """In the inverse, the learned numbers of the next dimension."""
+
+    def inverse(self, z, params, own=None):
+        return super().inverse(z, params, None if own is None else (own + 1) % self.channels)
+
+
+class WithoutTheLast(MaskedAutoregressive):
+    """The log-derivative of the last dimension is left out of the inverse."""
+
+    def _inverse(self, z, cond, mask):
+        x, logdet = super()._inverse(z, cond, mask)
+        return x, logdet + self.transform(x, self._params(x, cond))[1][:, -1]
+
+
+def test_numbers_of_another_dimension_are_caught():
+    layer = MaskedAutoregressive(4, OfTheNext(4), MADE(4, 2, hidden=12))
+    assert "round trip" in check_bijection(layer, (4,), compiler=None).failed
+
+
+def test_a_log_derivative_left_out_is_caught():
+    layer = autoregressive(MeanScale(), layer=WithoutTheLast)
+    assert {"log-det inverse", "log-dets cancel"} <= set(check_bijection(layer, (4,), compiler=None).failed)
+
+
 # ---- robustness, facts, refusals ----
 
 
@@ -557,8 +584,9 @@ def test_what_has_not_its_turn_does_not_matter():
     assert torch.equal(x.isfinite(), z.isfinite())
 
 
-def test_masked_dimensions_count_for_nothing():
-    layer, x, _ = ready_in_order(LAYERS["maf"])
+@pytest.mark.parametrize("name", ["maf", "maf, shuffled", "affine"])
+def test_masked_dimensions_count_for_nothing(name):
+    layer, x, _ = ready_in_order(LAYERS[name])
     mask = torch.tensor([True, True, False, True]).expand(3, -1)
     z, logdet = layer(x, None, mask)
     other = layer(x.masked_fill(~mask, float("nan")), None, mask)
