@@ -412,11 +412,14 @@ class Schema:
         named = any(isinstance(kind, Node) for kind in alternatives)
         shown_kinds = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
         expected = " or ".join(dict.fromkeys(str(k) for k in sorted(shown_kinds, key=lambda k: str(k) == "null")))
-        choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
-        note = hint(value, choices) if isinstance(value, str) else ""
+        within = [i for kind in alternatives if isinstance(kind, Several) for i in kind.items]
+        choices = [v for kind in (*alternatives, *within) if isinstance(kind, Choice) for v in kind.values]
+        others = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str) and v not in choices]
+        note = hint(others[0], choices) if others else ""
         if any(isinstance(v, int | float) and not usable(v) for v in (value if isinstance(value, list) else [value])):
             note = ": numbers are finite, and integers have at most 64 bits"
-        return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){note}"
+        got = value if isinstance(value, list) else repr(show(value))
+        return f"{path} must be {expected}, got {got} ({self.where(path)}){note}"
 
 
 def kinds_of(key: Key) -> tuple[Kind, ...]:

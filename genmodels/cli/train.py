@@ -100,6 +100,8 @@ def run(
         if lock is not None:
             ended.callback(lock.close)
         ended.callback(log.close)
+        if path is None and init is not None:
+            verify(located(init))
         speed = Throughput(options.sample_every_n_steps)
         lightning = options.build(steps, [speed, *_callbacks(folder, options), checkpointing], str(folder))
         done = header.get("step", 0)
@@ -169,9 +171,7 @@ def _since(start: float, cpu_start: float) -> tuple[float, float]:
 
 def _start_from(init: str, network: GenerativeModel, trust: list[str]) -> None:
     """Give a network the weights of a trained one."""
-    path = located(init)
-    verify(path)
-    trained, header = load_model(path, device="cpu", trust=trust)
+    trained, header = load_model(located(init), device="cpu", trust=trust)
     try:
         network.start_from(trained)
     except InputError as error:

@@ -128,6 +128,8 @@ class DataSpec:
     source: dict | None = None
 
     def __post_init__(self):
+        if None in self.event_shape:
+            raise ValueError(f"event_shape takes the longest length of sequences, not None, got {self.event_shape}")
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
         # Names come from files of unknown origin and are printed on terminals.
         object.__setattr__(self, "name", printable(self.name))

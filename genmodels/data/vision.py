@@ -57,6 +57,10 @@ class _Vision(DataModule):
     def _advice(self) -> str:
         return f"place {self.layout} below data.root={self.root} (or set data.root to its location)"
 
+    def _found(self) -> str:
+        folder = Path(self.root, *self.layout.split("/")[:-1])
+        return f"; {folder} is there, with files missing or other than the published ones" if folder.is_dir() else ""
+
     def fetch(self) -> None:
         """Download missing files."""
         try:
@@ -64,7 +68,8 @@ class _Vision(DataModule):
             self._open(train=True)
         except (RuntimeError, OSError):
             if not self.download:
-                raise InputError(f"{self.name} is missing and data.download=false: {self._advice()}") from None
+                raise InputError(f"{self.name} is missing and data.download=false: {self._advice()}{self._found()}"
+                                 ) from None
             self._download()
 
     def _download(self) -> None:
@@ -77,7 +82,8 @@ class _Vision(DataModule):
                 self._open(train=True, download=True)
         except Exception as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise InputError(f"{self.name} could not be downloaded ({reason}): {self._advice()}") from None
+            said = f"{self.name} could not be downloaded ({reason}): {self._advice()}{self._found()}"
+            raise InputError(said) from None
         finally:
             socket.setdefaulttimeout(timeout)
 

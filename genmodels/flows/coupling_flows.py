@@ -356,7 +356,7 @@ def jet(
             factors.append(FactorOut(channels))
             shape = (channels - channels // 2, *space)
     if spatial and not turned:
-        raise ValueError(f"spatial={spatial} asks for couplings of positions, and there are none: one side of the "
-                         f"{space[0]} x {space[1]} patches must be even, and couplings={couplings} at least spatial. "
-                         "Give another patch, or spatial=0")
+        why = (f"there are only {couplings}, give a smaller one" if couplings < spatial else "both sides of the "
+               f"{space[0]} x {space[1]} patches are odd, give another patch")
+        raise ValueError(f"spatial={spatial} asks for couplings of positions: {why}, or spatial=0")
     return MultiScale(stages, factors, as_shape(event_shape))

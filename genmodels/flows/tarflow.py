@@ -337,7 +337,8 @@ def tarflow(
     if len(shape) == 2 and order != "rows":
         raise ValueError(f"order={order} is for images: a sequence is read forwards and backwards")
     if order == "rows_columns" and blocks < 3:
-        raise ValueError(f"order=rows_columns reads columns from the third meta-block on, got blocks={blocks}")
+        raise ValueError(f"order=rows_columns reads columns from the third meta-block on, and there are {blocks}: give "
+                         "blocks=4")
     positions = torch.arange(torch.Size(inside[1:]).numel()) if len(shape) == 3 else None
     reads: list[Permute | None] = [None]
     if order == "rows_columns":

@@ -415,9 +415,11 @@ class TarFlow(FlowModel):
         if not self.augment:
             super().log_validation(result)
             return
-        value = -float(result.nats.mean()) / self.spec.dims
-        self.log("val/noisy_nll_per_dim", value, rank_zero_only=False)
-        self.figures["val/noisy_nll_per_dim"] = value
+        value = result.mean_nll_per_dim()
+        self.log("val/noisy_nll_per_dim", float("nan") if value is None else value, rank_zero_only=False)
+        if value is not None:
+            self.figures["val/noisy_nll_per_dim"] = value
+        self.validated = replace(result, kind="exact")  # of data with noise, as the metric's name says
 
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by the inverse, `sequential` (exact), `gauss_seidel` (16 tokens together) or `jacobi` (all together).

@@ -170,9 +170,7 @@ class TokenTransformer(nn.Module):
         checkpointing: bool = False,
     ):
         super().__init__()
-        if min(width, depth, heads, expansion) < 1:
-            raise ValueError(f"width = {width}, depth = {depth}, heads = {heads} and expansion = {expansion} must be "
-                             "at least 1")  # fmt: skip
+        at_least(1, width=width, depth=depth, heads=heads, expansion=expansion)
         self.checkpointing = checkpointing
         self.enter = nn.Linear(in_features, width)
         self.blocks = nn.ModuleList(

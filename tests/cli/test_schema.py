@@ -205,7 +205,7 @@ ANSWERS = [
     ("trainer.precision", "bf16", ["one of 32-true, 64-true, bf16-mixed", "did you mean 'bf16-mixed'?"]),
     ("model.schedule", "cosin", ["did you mean 'cosine'?"]),
     ("model.net", 3, ["model.net must be keys of UNet or keys of DiT or keys of MLPDenoiser or null, got '3'"]),
-    ("model.net.multipliers", [1, "b"], ["must be a list of integers, got"]),
+    ("model.net.multipliers", [1, "b"], ["must be a list of integers, got [1, 'b']"]),
     ("model.optimizer.betas", [0.9], ["a list of 2 numbers"]),
     ("seed", {"a": 1}, ["seed must be an integer"]),
     ("model", 3, ["model must be a group of key: value, got '3'"]),
@@ -248,6 +248,11 @@ def test_the_place_is_asked_for_the_path_that_is_wrong():
     schema = Schema(RUN, lambda path: asked.append(path) or f"<{path}>")
     assert "(<model.net.chanels>)" in answer(schema, with_value(config(), "model.net.chanels", 3))
     assert asked == ["model.net.chanels"]
+
+
+def test_items_of_lists_are_answered_with_the_nearest_choice():
+    line = answer(Schema("genmodels.cli.evaluate.run"), {"ckpt": ["a.ckpt"], "stages": ["checks", "likelyhood"]})
+    assert "got ['checks', 'likelyhood']" in line and line.endswith(": did you mean 'likelihood'?")
 
 
 def valued(config: dict, path: str):

@@ -49,6 +49,8 @@ def test_constructor_refuses_nonsense_and_plain_types_round_trip():
     for arguments in [("a", ()), ("a", (0, 2)), ("a", (2,), 1), ("a", (2,), None, 3, ("one",))]:
         with pytest.raises(ValueError):
             DataSpec(*arguments)
+    with pytest.raises(ValueError, match=r"longest length of sequences, not None, got \(80, None\)"):
+        DataSpec("a", (80, None))
     spec = DataSpec("pets", (3, 4, 4), 256, 2, ("cat", "dog"))
     assert DataSpec.from_dict({**spec.to_dict(), "of_a_later_version": 1}) == spec
     assert spec.dims == 48 and spec.is_image and spec.with_name("x").name == "x"

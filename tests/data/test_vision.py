@@ -109,7 +109,13 @@ def test_missing_files_give_one_line(cls, files, download, tmp_path, unreachable
     assert cls.name in message and files in message and f"data.root={root}" in message
     assert ("could not be downloaded" if download else "data.download=false") in message
     assert capfd.readouterr() == ("", "")
-    assert not root.exists()
+    assert not root.exists() and "is there" not in message
+    place = root / files
+    place.mkdir(parents=True)
+    (place / "notes").touch()
+    message = refuses(InputError, None, cls(root=str(root), download=download).prepare)
+    assert message.endswith(f"{place} is there, with files missing or other than the published ones")
+    assert [path.name for path in place.iterdir()] == ["notes"]
 
 
 def test_a_server_that_never_answers_does_not_hang(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.flows.discrete import NoisyFlow
 from genmodels.flows.tarflow import Decoding, MetaBlock
 from genmodels.models.normalizing_flows import TarFlow
+from genmodels.training.run import figures_of
 from tests.parameters import scattered
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -38,6 +41,10 @@ def test_a_model_of_noisy_data_states_no_likelihood():
     assert made(preprocess="centre").log_likelihood(batch()).kind == "lower_bound"
     loss = model.loss(batch(), KeyedGenerator(0, torch.arange(24), "train"))
     assert torch.isfinite(loss.value)
+    model.log = lambda *args, **options: None
+    model.validation_step(batch(), 0)
+    model.on_validation_epoch_end()
+    assert re.fullmatch(r"= -?\d\.\d+\(\d+\)", figures_of(model)["val/noisy_nll_per_dim"])
 
 
 def test_its_noise_has_the_size_asked_for():

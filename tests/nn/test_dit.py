@@ -307,12 +307,12 @@ def test_mutants_of_the_size_are_caught():
     (lambda: DiT((2,)), r"takes events \(C, T\) or \(C, H, W\), got \(2,\): use the MLP"),
     (lambda: DiT((1, 8, 8), size="M"), "size one of S, B, L, XL, got M"),
     (lambda: DiT((1, 8, 8), patch=0), "patch = 0 must be at least 1"),
-    (lambda: DiT((1, 8, 8), depth=0), "depth = 0, heads = 4 and expansion = 4 must be at least 1"),
-    (lambda: DiT((1, 8, 8), heads=3), "heads = 3 does not divide dim = 128"),
+    (lambda: DiT((1, 8, 8), depth=0), "depth must be at least 1, got 0"),
+    (lambda: DiT((1, 8, 8), heads=3), "heads = 3 does not divide the width 128"),
     (lambda: DiT((2, 8), attention="rope2d"), "'rope2d' is not one of .* for sequences"),
     (lambda: build((1, 8, 8))(torch.zeros(2, 3, 8, 8), torch.zeros(2)), "built for 1 channels and 2 spatial"),
     (lambda: build((1, 8))(*inputs((1, 8), 2), torch.ones(2, 8).bool()), r"bool of shape \(B, 1, T\)"),
-    (lambda: make_mechanism("rope", 8, 3, Site(1)), "heads = 3 does not divide dim = 8"),
+    (lambda: make_mechanism("rope", 8, 3, Site(1)), "heads = 3 does not divide the width 8"),
 ])  # fmt: skip
 def test_errors_are_one_line(make, words, refuses):
     refuses(ValueError, words, make)

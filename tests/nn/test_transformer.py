@@ -117,7 +117,7 @@ def test_the_window_of_shaw():
     (lambda: Transformer(8, attention="shaw_zeros"), "did you mean 'shaw_zero'"),
     (lambda: Transformer(8, attention="rope", window=4), "window = 4 is for attention = shaw, .* not rope"),
     (lambda: Transformer(8, kernel_size=4), "kernel_size = 4 must be odd"),
-    (lambda: Transformer(8, heads=3), "heads = 3 does not divide dim = 8"),
+    (lambda: Transformer(8, heads=3), "heads = 3 does not divide the width 8"),
     (lambda: Transformer(8, hidden=4)(torch.zeros(2, 5, 8)), r"takes x \(B, 8, T\), got \(2, 5, 8\)"),
 ])  # fmt: skip
 def test_errors_are_one_line(make, words, refuses):

@@ -203,8 +203,9 @@ def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
                        (["init=nowhere.ckpt"], "nowhere.ckpt"),
                        (["model=maf", "~model.layers"], "it holds a nsf, and this is a maf")):
         assert main([*words, *still, f"run_dir={tmp_path}/third", *more]) in (1, 2)
-        error = capsys.readouterr().err
+        shown, error = capsys.readouterr()
         assert said in error and len(error.strip().splitlines()) == 1, error
+        assert (shown == "") == (said == "nowhere.ckpt")  # a file is looked at before the run begins
         assert not (tmp_path / "third").exists()
 
 

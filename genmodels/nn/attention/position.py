@@ -196,7 +196,7 @@ class DistanceBias(Position):
 def head_width(dim: int, heads: int) -> int:
     """D / H, or ValueError with both numbers."""
     if heads < 1 or dim < 1 or dim % heads:
-        raise ValueError(f"heads = {heads} does not divide dim = {dim}")
+        raise ValueError(f"heads = {heads} does not divide the width {dim}")
     return dim // heads
 
 

@@ -34,7 +34,7 @@ from tests.nn.attention.table import (
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: Attention(9, 2), "heads = 2 does not divide dim = 9"),
+    (lambda: Attention(9, 2), "heads = 2 does not divide the width 9"),
     (lambda: Attention(8, 2, TransformerXL(8, 4)), r"\(8, 4\), the attention \(8, 2\)"),
     (lambda: Attention(8, 2, dropout=1.0), "dropout"),
     (lambda: Attention(8, 2, window=(-1, 0)), "neither negative"),

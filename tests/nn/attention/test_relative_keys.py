@@ -124,7 +124,7 @@ def test_memory_of_the_scores():
 
 @pytest.mark.parametrize("dim, heads", [(6, 4), (5, 2), (4, 0)])
 def test_heads_divide(dim, heads):
-    with pytest.raises(ValueError, match=f"heads = {heads} does not divide dim = {dim}"):
+    with pytest.raises(ValueError, match=f"heads = {heads} does not divide the width {dim}"):
         TransformerXL(dim, heads)
 
 
