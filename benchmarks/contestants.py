@@ -13,6 +13,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion.schedule_discrete import DiscreteSchedule
 from genmodels.energy import Energy, ExactScoreMatching, SlicedScoreMatchingVR
+from genmodels.flows.scaling import Logit
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow_matching import FlowMatchingModel
@@ -20,6 +21,7 @@ from genmodels.models.normalizing_flows import Glow, RealNVP
 from genmodels.nn.energy_nets import EnergyMLP
 
 SMALL = DataSpec("pixels", (1, 4, 4), levels=256)  # on which a peer's density is checked
+ALPHA = 0.05  # of the logits that our flows take of the pixels
 UNET = {"channels": 32, "multipliers": [1, 2, 2], "blocks": 1, "attention_at": [7], "heads": 4}
 
 
@@ -79,8 +81,21 @@ def in_evaluation(net: nn.Module, function: Callable) -> Callable:
     return call
 
 
-def flow_of(spec: DataSpec, net: nn.Module, density: Callable, sample: Callable, optimizer=None) -> Contestant:
-    """A peer's flow of v in [0, 1]: `density` gives latents and log p(v), `sample` n of v."""
+def flow_of(
+    spec: DataSpec, net: nn.Module, density: Callable, sample: Callable, optimizer=None, logits: bool = False
+) -> Contestant:
+    """A peer's flow of v in [0, 1]: `density` gives latents and log p(v), `sample` n of v; or of the logits that ours
+    take of v."""
+    if logits:
+        logit, of_logits, logits_of = Logit(ALPHA), density, sample
+
+        def density(v: Tensor) -> tuple[Tensor | None, Tensor]:
+            y, logdet = logit(v)
+            z, nats = of_logits(y)
+            return z, nats + logdet
+
+        def sample(n: int) -> Tensor:
+            return logit.inverse(logits_of(n))[0]
 
     def bits(batch: Batch, key: KeyedGenerator) -> Tensor:
         v = (batch.x + key.uniform(batch.x.shape)) / spec.levels
@@ -98,7 +113,7 @@ def flow_of(spec: DataSpec, net: nn.Module, density: Callable, sample: Callable,
     )
 
 
-def normflows_glow(spec: DataSpec, example: bool = False) -> Contestant:
+def normflows_glow(spec: DataSpec, example: bool = False, logits: bool = False) -> Contestant:
     """The Glow of the example of normflows with 2 levels, width 128, bases without classes; also with its optimiser."""
     import normflows as nf
 
@@ -118,10 +133,10 @@ def normflows_glow(spec: DataSpec, example: bool = False) -> Contestant:
         return z, net.log_prob(v, None)
 
     optimizer = torch.optim.Adamax(net.parameters(), lr=1e-3, weight_decay=1e-5) if example else None
-    return flow_of(spec, net, density, lambda n: net.sample(n)[0], optimizer)
+    return flow_of(spec, net, density, lambda n: net.sample(n)[0], optimizer, logits)
 
 
-def nflows_realnvp(spec: DataSpec) -> Contestant:
+def nflows_realnvp(spec: DataSpec, logits: bool = False) -> Contestant:
     """Affine couplings of channels with residual networks, in the multi-scale transform of nflows.
 
     An actnorm before each of them, because alone they cannot enlarge a volume: their scales are below 1.001.
@@ -139,7 +154,8 @@ def nflows_realnvp(spec: DataSpec) -> Contestant:
         level = transforms.CompositeTransform([transforms.SqueezeTransform(), *steps])
         whole.add_transform(level, (c, height // down, width // down))
     net = flows.Flow(whole, distributions.StandardNormal([spec.dims]))
-    return flow_of(spec, net, lambda v: (net.transform_to_noise(v) if small else None, net.log_prob(v)), net.sample)
+    return flow_of(spec, net, lambda v: (net.transform_to_noise(v) if small else None, net.log_prob(v)), net.sample,
+                   logits=logits)
 
 
 class AtLogSNR(nn.Module):
@@ -270,10 +286,12 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
         "genmodels": lambda spec: ours(Glow(spec, levels=2, steps=16, hidden=128, ema_decay=0.0)),
         "normflows": normflows_glow,
         "normflows, its Adamax": lambda spec: normflows_glow(spec, example=True),
+        "normflows, on logits": lambda spec: normflows_glow(spec, logits=True),
     }),
     "realnvp": (128, {
         "genmodels": lambda spec: replace(ours(RealNVP(spec, **REALNVP, ema_decay=0.0)), clip=1.0),
-        "nflows": lambda spec: replace(nflows_realnvp(spec), clip=1.0)}),
+        "nflows": lambda spec: replace(nflows_realnvp(spec), clip=1.0),
+        "nflows, on logits": lambda spec: replace(nflows_realnvp(spec, logits=True), clip=1.0)}),
     "ddpm": (64, {
         "genmodels": lambda spec: at_our_rate(ours(DDPM(spec, **DIFFUSION))),
         "genmodels, for likelihood": lambda spec: at_our_rate(ours(DDPM(spec, **BOUND)), 2e-3),
