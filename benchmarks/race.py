@@ -12,6 +12,7 @@ of as many samples as test items in our features. A race that was stopped goes o
 
 Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset or, in the race
 of DDPM, as for likelihood; there peers run as in their example and at our rate (the same warm-up, decay and clipping).
+Peers' flows run on pixels in [0, 1], as in their examples, and once on the logits that ours take.
 Flows have Adam at 1e-3 throughout, those of RealNVP gradients of norm 1 at most, without which ours loses in a step
 what it learned in minutes. A peer's flow gives log p(v) of v = (x + u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim,
 as ours does; before a race its density is compared with its base and autograd's determinant, on 4 x 4 pixels. A peer's
