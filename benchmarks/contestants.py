@@ -21,7 +21,7 @@ from genmodels.models.normalizing_flows import Glow, RealNVP
 from genmodels.nn.energy_nets import EnergyMLP
 
 SMALL = DataSpec("pixels", (1, 4, 4), levels=256)  # on which a peer's density is checked
-ALPHA = 0.05  # of the logits that our flows take of the pixels
+ALPHA = 0.05  # of the logits of the pixels, for our flows and for peers on logits
 UNET = {"channels": 32, "multipliers": [1, 2, 2], "blocks": 1, "attention_at": [7], "heads": 4}
 
 
@@ -274,7 +274,8 @@ def at_our_rate(contestant: Contestant, rate: float = 1e-3) -> Contestant:
     return replace(contestant, warmup=100, decay=True, clip=1.0)
 
 
-REALNVP = {"layout": ["squeeze", "channel*4", "split", "squeeze", "channel*4"], "hidden": 64, "depth": 2}
+REALNVP = {"layout": ["squeeze", "channel*4", "split", "squeeze", "channel*4"], "hidden": 64, "depth": 2,
+           "alpha": ALPHA}  # fmt: skip
 DIFFUSION = {"net": UNET, "class_conditional": False, "ema_decay": 0.999}
 #: As in configs/preset: Fourier features of the pixels.
 PRESET = DIFFUSION | {"net": UNET | {"fourier": [3, 4, 5, 6, 7]}}
@@ -283,7 +284,7 @@ BOUND = PRESET | {"objective": "hybrid", "schedule": "linear_log_snr"}
 #: The batch and the contestants of each race, ours first.
 RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
     "glow": (128, {
-        "genmodels": lambda spec: ours(Glow(spec, levels=2, steps=16, hidden=128, ema_decay=0.0)),
+        "genmodels": lambda spec: ours(Glow(spec, levels=2, steps=16, hidden=128, alpha=ALPHA, ema_decay=0.0)),
         "normflows": normflows_glow,
         "normflows, its Adamax": lambda spec: normflows_glow(spec, example=True),
         "normflows, on logits": lambda spec: normflows_glow(spec, logits=True),

@@ -42,7 +42,6 @@ RUNS = {
         "nsf": ["model=nsf", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
         "maf": ["model=maf", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
         "ddpm": ["model=ddpm", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
-        "flow_matching": ["model=flow_matching", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
         "score": ["model=score", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
         "energy": ["model=energy", "data=toy", "data.set=8gaussians", "trainer.max_steps=1000"],
     },

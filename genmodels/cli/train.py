@@ -100,8 +100,9 @@ def run(
         if lock is not None:
             ended.callback(lock.close)
         ended.callback(log.close)
-        if path is None and init is not None:
-            verify(located(init))
+        source = located(init) if path is None and init is not None else None
+        if source is not None:
+            verify(source)
         speed = Throughput(options.sample_every_n_steps)
         lightning = options.build(steps, [speed, *_callbacks(folder, options), checkpointing], str(folder))
         done = header.get("step", 0)
@@ -117,8 +118,8 @@ def run(
         if path is None:
             network.check_items(datamodule)
             network.initialize(initial_batch(datamodule))
-            if init is not None:
-                _start_from(init, network, trust)  # after the statistics of the data, which are this run's own
+            if source is not None:
+                _start_from(source, init, network, trust)  # after this run's statistics of its data
             if options.lr_find:
                 with torch.random.fork_rng():
                     trial = build(model, datamodule.spec, trust=trust)
@@ -169,9 +170,9 @@ def _since(start: float, cpu_start: float) -> tuple[float, float]:
     return time.monotonic() - start, time.process_time() - cpu_start
 
 
-def _start_from(init: str, network: GenerativeModel, trust: list[str]) -> None:
+def _start_from(source: Path, init: str, network: GenerativeModel, trust: list[str]) -> None:
     """Give a network the weights of a trained one."""
-    trained, header = load_model(located(init), device="cpu", trust=trust)
+    trained, header = load_model(source, device="cpu", trust=trust)
     try:
         network.start_from(trained)
     except InputError as error:

@@ -197,7 +197,7 @@ class MAF(FlowModel):
 
         z_i = (x_i - m_i(x_1 .. x_{i-1})) exp(-alpha_i(x_1 .. x_{i-1}))
 
-    The density takes one pass. A sample takes a turn for every dimension, together with the arithmetic of one pass.
+    The density takes one pass. A sample takes a turn for every dimension, all of which have the arithmetic of one.
 
     Arguments:
         spec: the data set this model is built for.

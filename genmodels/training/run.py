@@ -337,8 +337,8 @@ def figures_of(model: GenerativeModel) -> dict[str, str]:
 
 def _figure(model: GenerativeModel, name: str) -> str:
     value, found = model.figures[name], model.validated
-    unit = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim", "val/noisy_nll_per_dim": "nats_per_dim"}.get(
-        name, name.removeprefix("val/"))
+    unit = name.removeprefix("val/").removeprefix("noisy_")
+    unit = {"nll": "nats", "nll_per_dim": "nats_per_dim"}.get(unit, unit)
     if found is None or not unit.startswith(("nats", "bits_per")):
         return f"{value:.4f}"
     error = found.standard_error(unit)
