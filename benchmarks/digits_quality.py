@@ -25,6 +25,7 @@ from genmodels.models.checkpoint import load_model
 WAYS: dict[str, dict[str, dict]] = {
     "ddpm": {"dpmpp_2m_20": {"sampler": "dpmpp_2m", "steps": 20}, "ddpm_all": {"sampler": "ddpm"}},
     "score": {
+        "dpmpp_2m_20": {"sampler": "dpmpp_2m", "steps": 20},
         "predictor_corrector": {"sampler": "predictor_corrector"},
         "annealed_langevin": {"sampler": "annealed_langevin"},
     },

@@ -72,7 +72,7 @@ MODELS = {
     "deep kernel": lambda: EnergyModel(PLANE, network="deep_kernel", net={"inducing": 5}),
     "energy at every level": lambda: EnergyDDPM(DIGITS, net=MELS),
     "score": lambda: ScoreModel(DIGITS, net=MELS),
-    "score, all levels": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, levels="all", ratio=4),
+    "score of vectors": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}),
     "glow_tts": lambda: GlowTTS(texts.spec(), **SPEECH, steps=2, hidden=8, depth=1, dropout=0.2, duration_channels=8),
     "tacotron": lambda: Tacotron(texts.spec(), **SPEECH, hidden=8, prenet=8),
     "recognizer": lambda: Recognizer(texts.spec(), net={"channels": 8, "depth": 1, "heads": 2, "hidden": 8,

@@ -415,7 +415,6 @@ MOVED = {
     "genmodels.models.tarflow": "genmodels.models.normalizing_flows",
     "genmodels.nn.deep_kernel": "genmodels.nn.energy_nets",
     "genmodels.nn.mlp": "genmodels.nn.perceptron",
-    "genmodels.nn.noise_conditional": "genmodels.models.score",
     "genmodels.nn.recognizer": "genmodels.nn.transformer",
     "genmodels.nn.unet_energy": "genmodels.nn.energy_nets",
 }

@@ -15,7 +15,6 @@ from genmodels.energy.denoising import (
     ContrastiveDivergence,
     DenoisingScoreMatching,
     DiffusionImportanceSampling,
-    MultiScaleDenoising,
     NoiseLevels,
     largest_distance,
     noise_levels,
@@ -77,7 +76,6 @@ LOSSES: dict[str, type[Loss]] = {
     "sliced_vr": SlicedScoreMatchingVR,
     "finite_difference": FiniteDifferenceScoreMatching,
     "denoising": DenoisingScoreMatching,
-    "multi_scale": MultiScaleDenoising,
 }
 
 KERNELS: dict[str, type[Kernel]] = {"ula": ULA, "mala": MALA, "hmc": HMC}
@@ -87,7 +85,7 @@ __all__ = [
     "ChainState", "ContrastiveDivergence", "DeepKernel", "DeepKernelLoss", "DenoisingScoreMatching",
     "DiffusionImportanceSampling", "DivergenceGuard", "DoubleWell", "DualAveraging", "Energy", "EnergyFunction",
     "ExactScoreMatching", "FiniteDifferenceScoreMatching", "Gaussian", "GaussianBase", "Kernel", "LogDensity",
-    "LogPartition", "Loss", "Move", "MultiScaleDenoising", "NoiseConditionalScore", "NoiseLevels", "NormalMixture",
+    "LogPartition", "Loss", "Move", "NoiseConditionalScore", "NoiseLevels", "NormalMixture",
     "Point", "Potential", "Projection", "Quadratic", "Quadrature", "Rademacher", "ScoreFunction", "ScoreNetwork",
     "SlicedScoreMatching", "SlicedScoreMatchingVR", "Sphere", "Start", "Target", "annealed_langevin", "cheapest_route",
     "curl", "directional", "effective_sample_size", "expectation", "largest_distance", "leapfrog", "log_density_of",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from genmodels.core.random import Generator, KeyedGenerator, at_step, child, nor
 from genmodels.energy.annealed_importance import LogPartition
 from genmodels.energy.function import (
     EnergyFunction,
-    NoiseConditionalScore,
     ScoreFunction,
     log_density_of,
     require_energy,
@@ -62,50 +60,6 @@ class DenoisingScoreMatching:
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         noise = normal(x.shape, generator, dtype=x.dtype, device=x.device)
         return denoising(model.score(x + self.sigma * noise, cond), noise, self.sigma)
-
-
-class MultiScaleDenoising:
-    """The denoising loss of a noise-conditional score, mean over noise levels.
-
-        1/L sum_i 1/2 sigma_i^2 |s(x + sigma_i n, sigma_i) + n/sigma_i|^2
-
-    Arguments:
-        sigmas: the noise levels, as from `noise_levels`.
-        levels: `one` draws a level for each example, with the same expectation; `all` computes every level.
-
-    Errors: InputError for levels that are not positive.
-
-    Example:
-        >>> from genmodels.energy import NoiseConditionalScore
-        >>> exact = NoiseConditionalScore(lambda x, sigma, cond=None: -x / sigma[:, None] ** 2)  # data: zero
-        >>> loss = MultiScaleDenoising(sigmas=(1.0, 0.1), levels="all")
-        >>> bool(loss(exact, torch.zeros(4, 2), torch.Generator().manual_seed(0)).max() < 1e-12)
-        True
-    """
-
-    def __init__(self, *, sigmas: tuple[float, ...] | list[float], levels: Literal["one", "all"] = "one"):
-        if not len(sigmas) or min(sigmas) <= 0:
-            raise InputError(f"sigmas must be positive numbers, got {list(sigmas)}")
-        if levels not in ("one", "all"):
-            raise InputError(f"levels = {levels!r} is not one of one, all")
-        self.sigmas, self.levels = tuple(float(s) for s in sigmas), levels
-
-    def __call__(
-        self, model: NoiseConditionalScore, x: Tensor, generator: Generator, cond: Tensor | None = None
-    ) -> Tensor:
-        sigmas = torch.tensor(self.sigmas, dtype=x.dtype, device=x.device)
-        if self.levels == "all":
-            each = [self._at(model, x, sigma.expand(len(x)), generator, cond) for sigma in sigmas]
-            return torch.stack(each).mean(0)
-        u = uniform((len(x),), generator, dtype=torch.float64, device=x.device)
-        level = (u * len(sigmas)).long().clamp(max=len(sigmas) - 1)
-        return self._at(model, x, sigmas[level], generator, cond)
-
-    @staticmethod
-    def _at(model, x: Tensor, sigma: Tensor, generator: Generator, cond: Tensor | None) -> Tensor:
-        noise = normal(x.shape, generator, dtype=x.dtype, device=x.device)
-        scale = sigma.reshape(-1, *(1,) * (x.dim() - 1))
-        return denoising(model.score_at(x + scale * noise, sigma, cond), noise, scale)
 
 
 def noise_levels(largest: float, smallest: float = 0.01, ratio: float = 1.3) -> tuple[float, ...]:

@@ -24,15 +24,15 @@ from genmodels.diffusion import (
     NoiseSchedule,
     Objective,
     OdeLikelihood,
-    alpha_sigma,
 )
 from genmodels.diffusion.decoder import Gaussian
 from genmodels.diffusion.ode import OdeDensity
-from genmodels.energy import NoiseConditionalScore, annealed_langevin
+from genmodels.energy import annealed_langevin
 from genmodels.flows.composition import Compose
 from genmodels.models.base import Loss
 from genmodels.models.build import make_network
 from genmodels.models.mels import alone, even_lengths
+from genmodels.models.score import VarianceExplodingScore
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
@@ -44,35 +44,6 @@ _LEVELS = 50  # by default
 _FEWEST = 10  # levels; with fewer, noise of one level is left in the next
 _EACH = 2  # Langevin steps at each level
 _STEP = 1.0  # step size over the squared noise level; the usual 0.1 needs ten times as many levels
-
-
-class VarianceExplodingScore(NoiseConditionalScore):
-    """The scores of a denoiser as scores of unscaled data with added noise (variance exploding), for annealed Langevin.
-
-        y = x/alpha,   sigma_bar = sigma/alpha = exp(-lambda/2),   score(y) = -eps/sigma_bar
-
-    Arguments:
-        denoiser: predicts at any log-SNR lambda.
-        mask: `(B, 1, T)`, of the valid frames, or None.
-
-    Example:
-        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
-        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(1, 1), 3.0)
-        >>> y = torch.ones(1, 1, 2, dtype=torch.float64)
-        >>> VarianceExplodingScore(exact).score_at(y, torch.ones(1).double()).flatten().tolist()  # -y/(3 + 1)
-        [-0.25, -0.25]
-    """
-
-    def __init__(self, denoiser: nn.Module, mask: Tensor | None = None):
-        super().__init__(denoiser)
-        self.mask = mask
-
-    def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
-        log_snr = -2 * torch.log(sigma.double())
-        alpha, _ = alpha_sigma(log_snr)
-        column = (-1, *(1,) * (x.dim() - 1))
-        eps = self.network.at_log_snr(x * alpha.to(x).view(column), log_snr, cond, self.mask).eps
-        return -eps / sigma.view(column)
 
 
 def langevin_levels(schedule: NoiseSchedule, steps: int | None = None) -> list[float]:

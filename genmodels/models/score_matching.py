@@ -25,19 +25,18 @@ MOST_PAIRS = 1024
 class Encoding(nn.Module):
     """The map between data and the variables z whose score is learned.
 
-        integers 0..L-1    v = (x + u) / L,   y = logit(alpha + (1 - 2 alpha) v)  or  y = v
+        integers 0..L-1    v = (x + u) / L,   y = logit(alpha + (1 - 2 alpha) v)
         continuous data    y = x, or x + g u where a column takes values g apart
         both               z = W (y - m)
 
         log p(x) = log p(z) + log |det dz/dx|,    for integers a lower bound of their log-mass, in the mean over u
 
     W is one number for images and sequences, one for each column of vectors, or the matrix that makes the training data
-    white (`pca`). With `integers="unit"` integers stay in [0, 1].
+    white (`pca`).
 
     Arguments:
         spec: the data set.
-        integers: map of dequantised integers, `logit` or `unit`.
-        alpha: the logit's margin.
+        alpha: margin of the logit of dequantised integers.
         whitening: `scale` or `pca`.
         gaps: whether columns of continuous data with few distinct values get uniform noise as wide as their median gap.
 
@@ -56,7 +55,6 @@ class Encoding(nn.Module):
         self,
         spec: DataSpec,
         *,
-        integers: Literal["logit", "unit"] = "logit",
         alpha: float = 1e-6,
         whitening: Literal["scale", "pca"] = "scale",
         gaps: bool = False,
@@ -68,8 +66,7 @@ class Encoding(nn.Module):
             raise InputError("gaps=true is for continuous data: integers are dequantised anyway")
         self.spec, self.whitening = spec, whitening
         self.dequantize = None if spec.levels is None else UniformDequantize(spec.levels)
-        self.logit = Logit(alpha) if spec.levels is not None and integers == "logit" else None
-        self.fixed = spec.levels is not None and integers == "unit"
+        self.logit = None if spec.levels is None else Logit(alpha)
         event = spec.event_shape
         self.register_buffer("location", torch.zeros(event))
         self.register_buffer("scale", torch.ones(event))
@@ -81,8 +78,6 @@ class Encoding(nn.Module):
         """Location, scale, rotation and gaps from training items."""
         if self.gap is not None:
             self.gap.copy_(torch.stack([_median_gap(column) for column in x.flatten(1).T]).view_as(self.gap))
-        if self.fixed:
-            return
         y = self._continuous(x, generator)[0].double()
         # One number for all pixels, since networks for images share weights over positions.
         together = len(self.spec.event_shape) > 1
@@ -123,8 +118,6 @@ class Encoding(nn.Module):
     def _continuous(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         if self.dequantize is not None:
             v, volume = self.dequantize(x, generator)
-            if self.logit is None:
-                return v, volume
             y, change = self.logit(v)
             return y, volume + change
         y = x.to(self.location.dtype)

@@ -333,10 +333,10 @@ def verify_energy_model(
     ])  # fmt: skip
 
 
-def verify_score_model(
+def verify_samples(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of the samples of a score-based model, or another without a density."""
+    """The checks of the samples of a model without checks of its own."""
     _begin(model, initial)
     return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, {}))])
 
@@ -417,8 +417,7 @@ FAMILIES = [
     Family("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
     Family("masked diffusion (masking)", is_masked_diffusion, verify_masked_diffusion),
     Family("energy-based models (core.energy)", is_energy, verify_energy_model),
-    Family("score-based models (sigmas)", lambda model: hasattr(model, "sigmas"), verify_score_model),
-    Family("consistency models and students", lambda model: isinstance(model, StepModel), verify_score_model),
-    Family("language models (reader)", lambda model: hasattr(model, "reader"), verify_score_model),
-    Family("flows from other data (spec.source)", lambda model: model.spec.source is not None, verify_score_model),
+    Family("consistency models and students", lambda model: isinstance(model, StepModel), verify_samples),
+    Family("language models (reader)", lambda model: hasattr(model, "reader"), verify_samples),
+    Family("flows from other data (spec.source)", lambda model: model.spec.source is not None, verify_samples),
 ]

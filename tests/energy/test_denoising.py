@@ -1,4 +1,4 @@
-"""Denoising: its limit, the mean over noise levels, the levels themselves and their energies."""
+"""Denoising: its limit, the noise levels and their energies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from genmodels.energy import (
     DenoisingScoreMatching,
     DiffusionImportanceSampling,
     ExactScoreMatching,
-    MultiScaleDenoising,
-    NoiseConditionalScore,
     NoiseLevels,
-    NormalMixture,
     Potential,
     Quadratic,
     largest_distance,
@@ -57,52 +54,6 @@ def test_limit_catches_a_weight_of_sigma():
         tends_to_exact(lambda sigma: Lighter(sigma=sigma), n=20_000)
 
 
-MIXTURE = NormalMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-1.0], [2.0]]).double(), 0.3)
-SIGMAS = (2.0, 0.7, 0.2)
-
-
-def mean_over_levels(loss, n=40_000):
-    x, model = MIXTURE.sample(n, seeded(1)), MIXTURE.with_noise()
-    with torch.no_grad():
-        each = [DenoisingScoreMatching(sigma=s)(model.at(s), x, seeded(2 + i)) for i, s in enumerate(SIGMAS)]
-        expected = torch.stack(each).mean(0)
-        found = loss(model, x, seeded(9))
-    error = (found.std() ** 2 / n + expected.std() ** 2 / n) ** 0.5
-    assert abs(float(found.mean() - expected.mean())) < 4 * float(error)
-
-
-@pytest.mark.parametrize("levels", ["one", "all"])
-def test_mean_over_levels(levels):
-    mean_over_levels(MultiScaleDenoising(sigmas=SIGMAS, levels=levels))
-
-
-def test_mean_catches_a_sum_and_a_weight():
-    class Sum(MultiScaleDenoising):
-        def __call__(self, model, x, generator, cond=None):
-            return len(self.sigmas) * super().__call__(model, x, generator, cond)
-
-    with pytest.raises(AssertionError):
-        mean_over_levels(Sum(sigmas=SIGMAS))
-
-
-def test_the_exact_score_is_the_best_at_every_level():
-    x, right = MIXTURE.sample(20_000, seeded(1)), MIXTURE.with_noise()
-    loss = MultiScaleDenoising(sigmas=SIGMAS, levels="all")
-    best = loss(right, x, seeded(2)).mean()
-    for factor in (0.9, 1.1):
-        other = NoiseConditionalScore(lambda y, sigma, cond, f=factor: f * right.score_at(y, sigma))
-        assert loss(other, x, seeded(2)).mean() > best + 1e-3
-
-
-def test_an_example_has_its_own_noise_and_level():
-    x, model = MIXTURE.sample(16, seeded(1)), MIXTURE.with_noise()
-    for levels in ("one", "all"):
-        loss = MultiScaleDenoising(sigmas=SIGMAS, levels=levels)
-        whole = loss(model, x, KeyedGenerator(0, torch.arange(16), "loss"))
-        alone = loss(model, x[5:6], KeyedGenerator(0, torch.tensor([5]), "loss"))
-        torch.testing.assert_close(whole[5:6], alone, rtol=1e-12, atol=1e-12)
-
-
 def test_levels():
     levels = noise_levels(30.0)
     ratios = [a / b for a, b in zip(levels[:-1], levels[1:], strict=True)]
@@ -121,10 +72,6 @@ def test_levels():
 def test_errors():
     with pytest.raises(ValueError, match="must be positive"):
         DenoisingScoreMatching(sigma=0.0)
-    with pytest.raises(ValueError, match="must be positive"):
-        MultiScaleDenoising(sigmas=())
-    with pytest.raises(ValueError, match="one of one, all"):
-        MultiScaleDenoising(sigmas=(1.0,), levels="some")
 
 
 # ---- the energies of all noise levels --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 
 from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
+    ContrastiveDivergence,
     DeepKernel,
     DeepKernelLoss,
     DenoisingScoreMatching,
@@ -14,7 +15,6 @@ from genmodels.energy import (
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
     LogDensity,
-    MultiScaleDenoising,
     NormalMixture,
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
@@ -117,8 +117,8 @@ def test_fitting_in_parts_is_fitting_at_once():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="there is no closed form for MultiScaleDenoising"):
-        DeepKernelLoss(loss=MultiScaleDenoising(sigmas=(1.0,)))
+    with pytest.raises(ValueError, match="there is no closed form for ContrastiveDivergence"):
+        DeepKernelLoss(loss=ContrastiveDivergence((3,)))
     with pytest.raises(ValueError, match="is for deep kernel energies, not Energy"):
         DeepKernelLoss(loss=ExactScoreMatching())(Energy(EnergyMLP((3,))), X, seeded())
     with pytest.raises(ValueError, match="at least 2 rows"):

@@ -478,11 +478,11 @@ def test_errors():
         SlicedScoreMatching()(kinked, torch.zeros(1, 2), seeded())
     with pytest.raises(ValueError, match="the jet is for the sliced loss"):
         SlicedScoreMatchingVR(route="jet")(NET, torch.zeros(1, 6, dtype=torch.float64), seeded())
-    assert set(LOSSES) == {"exact", "sliced", "sliced_vr", "finite_difference", "denoising", "multi_scale"}
+    assert set(LOSSES) == {"exact", "sliced", "sliced_vr", "finite_difference", "denoising"}
 
 
 @pytest.mark.parametrize("event", [(2,), (1, 3, 3)], ids=str)
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "multi_scale"])  # a loss of another kind of model
+@pytest.mark.parametrize("name", LOSSES)
 def test_an_empty_batch_has_an_empty_loss(name, event):
     model = LogDensity(lambda x: -0.5 * x.square().flatten(1).sum(1))
     assert LOSSES[name]()(model, torch.zeros(0, *event), seeded()).shape == (0,)

@@ -158,7 +158,7 @@ def test_a_step_learns_and_a_checkpoint_is_plain(name):
     torch.testing.assert_close(copy.weights("raw").energy(z), model.weights("raw").energy(z))
 
 
-@pytest.mark.parametrize("loss", [*(name for name in LOSSES if name != "multi_scale"), "contrastive"])
+@pytest.mark.parametrize("loss", [*LOSSES, "contrastive"])
 def test_every_loss_learns_the_width_of_a_normal_density(loss):
     """The one learned number of E = k |z|^2/2 moves from 1/4 towards 1: an inverted sign would move it down."""
     objective = {"size": 512, "steps": 20, "step_size": 0.05} if loss == "contrastive" else {}

@@ -1,4 +1,4 @@
-"""The noise-conditional score model under the contract of every model."""
+"""The score model: exact scores in its place, its samplers, and the contract of every model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
-from genmodels.diffusion import OdeLikelihood
-from genmodels.energy import NoiseConditionalScore, NormalMixture
-from genmodels.models.score import SAMPLERS, ScoreAsDenoiser, ScoreModel, sample_levels
+from genmodels.diffusion import Denoiser
+from genmodels.energy import NormalMixture
+from genmodels.models.score import SAMPLERS, ScoreModel, VarianceExplodingScore, sample_levels
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 PLANE = DataSpec("plane", (2,))
 MODELS = {
     "plane": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}),
-    "all levels": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, levels="all", ratio=1.5, smallest=0.1),
+    "not so fine": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, smallest=0.1, time_sampler="uniform"),
     "digits": lambda: ScoreModel(DIGITS, net={"channels": 8, "multipliers": [1, 2], "blocks": 1}),
 }
+# A quarter of the distance between two levels of integers, which is 2/16 in [-1, 1].
+SMALLEST = {"plane": 0.01, "not so fine": 0.1, "digits": 2 / 16 / 4}
 
 
 def made(name: str) -> tuple[ScoreModel, Batch]:
@@ -43,21 +45,32 @@ def keyed(n: int, stream: str = "test") -> KeyedGenerator:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_levels_cover_the_data_and_the_loss_starts_at_one_half(name):
+def test_the_levels_cover_the_data_and_the_loss_starts_at_one(name):
     model, batch = made(name)
-    sigmas = model.sigmas
-    z, _ = model.encoding(batch.x, keyed(64))
-    assert sigmas[0] == pytest.approx(float(torch.cdist(z.flatten(1), z.flatten(1)).max()), rel=0.1)
-    assert sigmas[-1] == pytest.approx(model.smallest) and all(a / b <= model.ratio + 1e-6 for a, b in
-                                                              zip(sigmas[:-1], sigmas[1:], strict=True))
+    x0 = model.encode(batch.x).flatten(1)
+    largest, smallest = float(torch.cdist(x0, x0).max()), SMALLEST[name]
+    for core in (model.core, model.weights("ema")):
+        assert core.schedule.sigma_bar(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([smallest, largest], rel=1e-5)
+        half = core.schedule.sigma_bar(torch.tensor([0.5]))
+        assert float(half) == pytest.approx((smallest * largest) ** 0.5, rel=1e-5)  # geometric
     loss = model.loss(batch, keyed(64))
-    # The network starts at zero, so the loss is half the mean square of the noise.
-    assert float(loss.value.detach()) == pytest.approx(0.5, abs=0.15)
+    # The network starts at zero, so the loss is the mean square of the noise.
+    assert float(loss.value.detach()) == pytest.approx(1.0, abs=0.3)
     loss.value.backward()
     assert any(float(p.grad.abs().sum()) > 0 for p in model.core.parameters() if p.grad is not None)
     copy = MODELS[name]()
     copy.load_state_dict(model.state_dict())
-    assert copy.sigmas == sigmas
+    assert copy.core.schedule.end_points == model.core.schedule.end_points
+
+
+def test_the_scores_of_a_denoiser_are_those_of_unscaled_data():
+    """s(z, sigma) = -f(z / sqrt(1 + sigma^2), -2 log sigma) / sigma, by hand."""
+    torch.manual_seed(0)
+    model, _ = made("plane")
+    nn.init.normal_(model.core.net.head.weight)
+    z, sigma = torch.randn(3, 2), torch.tensor([0.01, 1.0, 5.0])
+    f = model.core.net(z / (1 + sigma**2).sqrt()[:, None], -2 * sigma.log())
+    torch.testing.assert_close(VarianceExplodingScore(model.core).score_at(z, sigma), -f / sigma[:, None])
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -91,12 +104,6 @@ def test_a_sample_is_the_same_alone(name, sampler):
     assert (many.cond is None) == (name == "plane")
 
 
-def test_there_is_no_likelihood_and_it_says_why():
-    model, batch = made("plane")
-    found = model.log_likelihood(batch)
-    assert found.kind == "unnormalised" and "no energy" in found.made["reason"] and bool(found.nats.isnan().all())
-
-
 def test_pictures_show_the_true_score_too():
     torch.manual_seed(0)
     model = ScoreModel(DataSpec("toy_banana", (2,)), net={"hidden": 16, "depth": 1})
@@ -105,14 +112,20 @@ def test_pictures_show_the_true_score_too():
     assert made("digits")[0].pictures() == {}
 
 
+def drawn(**options):
+    return made("plane")[0].sample(2, **{"sampler": "annealed_langevin"} | options)
+
+
 BAD = [
-    (lambda: ScoreModel(PLANE, ratio=1.0), "ratio"),
-    (lambda: ScoreModel(PLANE, smallest=-1.0), "smallest"),
+    (lambda: ScoreModel(PLANE, smallest=-1.0), "smallest is a noise level above 0"),
+    (lambda: MODELS["digits"]().initialize(Batch(torch.ones(9, 1, 8, 8).byte())), "no two items of digits"),
     (lambda: ScoreModel(PLANE).initialize(Batch(torch.ones(9, 2))), "constant"),
-    (lambda: made("plane")[0].sample(2, inverse_temperature=-1), "must be a finite number"),
-    (lambda: made("plane")[0].sample(2, temperature=0.25), "temperature=0.25 is inverse_temperature=4"),
-    (lambda: made("plane")[0].sample(2, sampler="hmc"), "predictor_corrector"),
-    (lambda: made("plane")[0].sample(2, steps=1), "at least 2"),
+    (lambda: drawn(inverse_temperature=-1.0), "must be a finite number"),
+    (lambda: drawn(temperature=0.25), "temperature=0.25 is inverse_temperature=4"),
+    (lambda: drawn(sampler="hmc"), "predictor_corrector"),
+    (lambda: drawn(steps=1), "at least 2"),
+    (lambda: drawn(eta=0.5), "eta is an option of the other samplers, not of annealed_langevin"),
+    (lambda: drawn(sampler="ddim", inverse_temperature=2.0), "of predictor_corrector and annealed_langevin"),
     (lambda: made("digits")[0].sample(2, cond=11), "0..9"),
 ]
 
@@ -131,26 +144,30 @@ def mixture(sigma: float = 0.0) -> MixtureSameFamily:
     return MixtureSameFamily(Categorical(WEIGHTS.double()), Normal(MEANS.double(), widths))
 
 
-def exact(y, sigma, cond=None):
-    """The score of that mixture at any noise level."""
-    with torch.enable_grad():
-        y = y if y.requires_grad else y.detach().requires_grad_()
-        widths = (SPREADS.to(y).square() + sigma.view(-1, 1, 1).to(y) ** 2).sqrt()
-        parts = Normal(MEANS.to(y), widths).log_prob(y[..., None]) + WEIGHTS.to(y).log()
-        return torch.autograd.grad(parts.logsumexp(-1).sum(), y, create_graph=True)[0]
+class Exact(nn.Module):
+    """The noise prediction of that mixture: eps = -sigma s(z, sigma), z = x_t sqrt(1 + sigma^2)."""
+
+    def forward(self, x, log_snr, cond=None):
+        sigma = torch.exp(-log_snr / 2).view(-1, 1)
+        with torch.enable_grad():
+            z = x * (1 + sigma**2).sqrt()
+            z = z if z.requires_grad else z.detach().requires_grad_()
+            widths = (SPREADS.to(z).square() + sigma[..., None] ** 2).sqrt()
+            parts = Normal(MEANS.to(z), widths).log_prob(z[..., None]) + WEIGHTS.to(z).log()
+            return -sigma * torch.autograd.grad(parts.logsumexp(-1).sum(), z, create_graph=True)[0]
 
 
-def model(dims: int = 1, smallest: float = 0.02) -> ScoreModel:
+def model(dims: int = 1, smallest: float = 0.02, largest: float = 600.0) -> ScoreModel:
     made = ScoreModel(DataSpec("x", (dims,)), net={"hidden": 8, "depth": 1}, ema_decay=0.0, smallest=smallest)
-    made.largest.fill_(600.0)
-    made.encoding.location.fill_(3.0)
-    made.encoding.scale.fill_(2.0)
+    made.core.schedule.largest.fill_(largest)
+    made.location.fill_(3.0)
+    made.scale.fill_(2.0)
     return made.double()
 
 
 def of_the_mixture() -> ScoreModel:
     made = model(3)
-    made.core = NoiseConditionalScore(exact)
+    made.core = Denoiser(Exact(), made.core.schedule, made.core.parameterisation)
     return made
 
 
@@ -158,7 +175,7 @@ def values(made: ScoreModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Ours and the exact log-densities of points in the data's units, of three independent coordinates."""
     z = mixture().sample((6, 3))
     found = made.ode_likelihood(Batch(3 + 2 * z), weights="raw", tolerance=1e-7)
-    return found.nats, mixture(made.smallest).log_prob(z).sum(1) - 3 * math.log(2)
+    return found.nats, mixture(0.02).log_prob(z).sum(1) - 3 * math.log(2)
 
 
 def test_the_density_is_the_exact_one_in_the_datas_units():
@@ -170,39 +187,31 @@ def test_the_density_is_the_exact_one_in_the_datas_units():
 @pytest.mark.parametrize("bug", ["level", "volume"])
 def test_that_check_catches(monkeypatch, bug):
     if bug == "level":
-        sound = ScoreAsDenoiser.forward
-        monkeypatch.setattr(ScoreAsDenoiser, "forward", lambda self, x, t, *rest: sound(self, x, 0.98 * t, *rest))
+        sound = Exact.forward
+        monkeypatch.setattr(Exact, "forward", lambda self, x, log_snr, *rest: sound(self, x, 0.98 * log_snr, *rest))
     else:
-        sound = OdeLikelihood.__call__
-        monkeypatch.setattr(OdeLikelihood, "__call__", lambda self, *inputs, seed: sound(
-            self, *inputs[:-1], inputs[-1] - 2 * math.log(10), seed=seed))  # ten times the smallest noise
+        monkeypatch.setattr(ScoreModel, "_log_scale", lambda self, mask: torch.zeros(()))
     torch.manual_seed(0)
     ours, truth = values(of_the_mixture())
     assert (ours - truth).abs().max() > 1e-2
 
 
+def test_the_bound_is_below_the_density_and_near_it():
+    """With the exact scores all that it costs are its thousand steps."""
+    torch.manual_seed(0)
+    made, z = of_the_mixture(), mixture().sample((256, 3))
+    found = made.log_likelihood(Batch(3 + 2 * z, index=torch.arange(256)), weights="raw", draws=60)
+    truth = mixture().log_prob(z).sum(1) - 3 * math.log(2)
+    gap = truth - found.nats
+    error = float(gap.std()) / 16
+    assert found.kind == "lower_bound" and -4 * error < float(gap.mean()) < 0.1 + 4 * error
+
+
 def test_the_density_of_any_network_integrates_to_one():
     torch.manual_seed(1)
-    made = model(smallest=0.2)
-    made.largest.fill_(20.0)
+    made = model(smallest=0.2, largest=20.0)
     for p in made.core.parameters():
         p.data += 0.3 * torch.randn_like(p)
-    x = torch.linspace(-400, 400, 4001, dtype=torch.float64)[:, None]
-    found = made.ode_likelihood(Batch(x), weights="raw", solver="rk4", steps=160, rows=4001)
-    assert found.kind == "ode" and abs(float(found.nats.exp().sum() * 0.2) - 1) < 0.01
-
-
-def test_integers_are_bounded_by_importance_samples():
-    spec = DataSpec("digits", (1, 4, 4), levels=17, num_classes=10)
-    made = ScoreModel(spec, net={"channels": 8, "multipliers": [1], "blocks": 1}, ema_decay=0.0)
-    generator = torch.Generator().manual_seed(0)
-    batch = Batch(torch.randint(0, 17, (4, 1, 4, 4), generator=generator).to(torch.uint8), torch.arange(4),
-                  index=torch.arange(4))  # fmt: skip
-    made.initialize(batch)
-    few, many = (made.ode_likelihood(batch, weights="raw", importance_samples=k, tolerance=1e-2) for k in (1, 3))
-    alone = made.ode_likelihood(batch.rows(slice(3, 4)), weights="raw", tolerance=1e-2)
-    assert abs(float(alone.nats[0] - few.nats[3])) < 1e-3
-    assert few.levels == 17 and few.made["given"] == "class" and bool((many.evaluations > few.evaluations).all())
-    assert few.nats.mean() < many.nats.mean() + 3 * float(many.stderr.square().sum().sqrt()) / 4
-    with pytest.raises(InputError, match="choose uniform"):
-        made.ode_likelihood(batch, dequantisation="diffusion")
+    x = torch.linspace(-200, 200, 16001, dtype=torch.float64)[:, None]
+    found = made.ode_likelihood(Batch(x), weights="raw", solver="rk4", steps=160, rows=16001)
+    assert found.kind == "ode" and abs(float(found.nats.exp().sum() * 0.025) - 1) < 0.01

@@ -162,7 +162,7 @@ def test_annealed_langevin_draws_a_known_gaussian(steps, excess, monkeypatch):
     assert abs(mean) < 5 * math.sqrt(0.5 / count)
     assert variance / 0.5 == pytest.approx(1 + excess, abs=0.04)
     # Scores of x taken for those of x/alpha are caught.
-    monkeypatch.setattr(mel_langevin, "alpha_sigma", lambda log_snr: (torch.ones_like(log_snr),) * 2)
+    monkeypatch.setattr("genmodels.models.score.alpha_sigma", lambda log_snr: (torch.ones_like(log_snr),) * 2)
     assert not moments(known(0.5), steps=steps)[1] / 0.5 < 1.3 + excess
 
 

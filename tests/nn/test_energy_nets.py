@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.models.score import NoiseConditionalNet
 from genmodels.nn.energy_nets import Confinement, DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
-from genmodels.nn.perceptron import MLPDenoiser
 
 NETS = {
     "mlp": (lambda: EnergyMLP((2, 3), hidden=(8, 8)), (2, 3)),
@@ -122,17 +120,6 @@ def test_unet_forms():
     assert (a - b).abs() > 1e-6
     mask = torch.arange(8)[None, None] < 5
     torch.testing.assert_close(net(torch.ones(1, 1, 8), mask=mask), net(torch.ones(1, 1, 8) + 3.0 * ~mask, mask=mask))
-
-
-def test_noise_conditional_scale():
-    torch.manual_seed(0)
-    net = NoiseConditionalNet(MLPDenoiser((2,), hidden=16, depth=1))
-    torch.nn.init.normal_(net.network.head.weight)
-    x, sigma = torch.randn(3, 2), torch.tensor([0.01, 1.0, 50.0])
-    f = net.network(x / (1 + sigma**2).sqrt()[:, None], -2 * sigma.log())
-    torch.testing.assert_close(net(x, sigma), f / sigma[:, None])
-    with pytest.raises(ValueError, match="one sigma for each of 3 examples"):
-        net(x, torch.tensor(1.0))
 
 
 def test_the_gain_of_the_input_is_that_of_the_first_layer_alone():
