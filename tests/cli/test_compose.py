@@ -50,7 +50,7 @@ def test_models_with_data_sets_and_trainers(model, data, trainer):
 
 
 @pytest.mark.parametrize("preset", [preset for preset in GROUPS["preset"] if preset.endswith("_long")])
-def test_long_presets_cost_at_least_four_times_as_much(preset):
+def test_long_presets_cost_at_least_twice_as_much(preset):
     """In items times parameters."""
     model, data = preset.removesuffix("_long").rsplit("_", 1)
     usual, longer = (compose(f"model={model}", f"data={data}", *more) for more in ([], [f"preset={preset}"]))
@@ -58,7 +58,7 @@ def test_long_presets_cost_at_least_four_times_as_much(preset):
     spec = DataSpec("mnist", (1, 28, 28), levels=256, num_classes=10)
     cost = [config["trainer"]["max_steps"] * config["data"]["batch_size"]
             * sum(p.numel() for p in build(config["model"], spec).core.parameters()) for config in (usual, longer)]
-    assert longer["trainer"]["max_steps"] > usual["trainer"]["max_steps"] and cost[1] >= 4 * cost[0]
+    assert longer["trainer"]["max_steps"] > usual["trainer"]["max_steps"] and cost[1] >= 2 * cost[0]
 
 
 @pytest.mark.parametrize("logger", GROUPS["logger"])
