@@ -33,9 +33,10 @@ class SamplingOptions:
         start: number of the first sample.
         weights: `ema`, `raw`, or one of the decays kept.
         sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m, unipc, flow, sde, flow_map or consistency for diffusion and
-            flow matching; annealed, hmc, mala or ula for energies; for scores predictor_corrector or annealed_langevin too;
-            those of diffusion or annealed_langevin for mels around the mean of a text; sequential, gauss_seidel or
-            jacobi for a tarflow; ancestral or confidence for masked diffusion. None for the family's default.
+            flow matching; those, predictor_corrector or annealed_langevin for scores; annealed, hmc, mala or ula for
+            energies; those of diffusion or annealed_langevin for mels around the mean of a text; sequential,
+            gauss_seidel or jacobi for a tarflow; ancestral or confidence for masked diffusion. None for the family's
+            default.
         steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores;
             None for the sampler's default.
         spacing: spacing of the times of a diffusion: uniform_t, uniform_log_snr, karras, integer_trailing or

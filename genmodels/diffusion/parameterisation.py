@@ -140,7 +140,7 @@ class Eps(Parameterisation):
     def check(self, schedule: Path) -> None:
         if math.isinf(schedule.end_points[1]):
             raise InputError(
-                "eps carries no signal at SNR 0: choose v or x0, or a schedule with log_snr(1) >= -20"
+                "eps carries no signal at SNR 0: choose v or x0, or a path with log_snr(1) >= -20, such as vp_linear"
             )
 
     def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:

@@ -305,7 +305,8 @@ def load_model(
         with _no_larger_than(2 * _size(path, state) + _SLACK):
             model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
     except (InputError, RunError) as error:
-        raise type(error)(f"{path}: {error}") from error
+        hint = " (docs/migration.md: options of former versions)" if "has no option" in str(error) else ""
+        raise type(error)(f"{path}: {error}{hint}") from error
     except Exception as error:  # constructors raise any exception for malformed options
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RunError(f"{path}: no {header['model']['_target_']} can be built from its options ({reason})") from error

@@ -136,15 +136,15 @@ def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> Non
         >>> check_tempering(1.0, temperature=0.5)
         Traceback (most recent call last):
         ...
-        ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this model samples p^beta by \
+        ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this sampler draws from p^beta by \
 inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_temperature=2)
     """
     check_temperature(temperature)
     check_temperature(inverse_temperature, "inverse_temperature", positive=True)
     if temperature != 1:
         former = temperature and f" (what was p^(1/T) by {temperature=:g} is inverse_temperature={1 / temperature:g})"
-        raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this model samples p^beta "
-                         f"by inverse_temperature=beta{former or ''}")
+        raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this sampler draws from "
+                         f"p^beta by inverse_temperature=beta{former or ''}")
 
 
 class Sampler:

@@ -31,19 +31,18 @@ from genmodels.plots.images import picture_of_fields
 
 
 class _LevelSampler(NamedTuple):
-    """A sampler: its function, the default number of levels, and its evaluations at each level."""
+    """A sampler: its function and its default number of levels."""
 
     function: Callable[..., Tensor]
     steps: int
-    evaluations: int
 
 
 #: Langevin steps at each level of `annealed_langevin`.
 _EACH = 10
 #: What `sampler=` may be for score models, besides the samplers of diffusion.
 SAMPLERS = {
-    "predictor_corrector": _LevelSampler(predictor_corrector, 200, 2),
-    "annealed_langevin": _LevelSampler(annealed_langevin, 40, _EACH),
+    "predictor_corrector": _LevelSampler(predictor_corrector, 200),
+    "annealed_langevin": _LevelSampler(annealed_langevin, 40),
 }
 _FEW = 16  # dimensions up to which the corrector is left out: norms of scores vary too much there
 _LANGEVIN_OPTIONS = ("sampler", "steps", "path", "progress")
@@ -140,23 +139,24 @@ class NoiseLevelSchedule(LinearLogSnrSchedule):
 
         lambda = -2 log(smallest) - 2 t log(largest/smallest)
 
-    `largest` is a buffer, so that checkpoints hold it.
+    `largest` is a buffer, so that checkpoints hold it; `reach` changes it.
 
     Example:
-        >>> schedule = NoiseLevelSchedule(smallest=0.1, largest=10.0)
+        >>> schedule = NoiseLevelSchedule(smallest=0.1, largest=2.0)
+        >>> schedule.reach(10.0)
         >>> [round(float(level), 4) for level in schedule.sigma_bar(torch.tensor([0.0, 0.5, 1.0]))]
         [0.1, 1.0, 10.0]
     """
 
     def __init__(self, *, smallest: float, largest: float):
-        super(LinearLogSnrSchedule, self).__init__()
-        self.start = -2 * math.log(smallest)
+        super().__init__(log_snr_max=-2 * math.log(smallest), log_snr_min=-2 * math.log(largest))
         self.register_buffer("largest", torch.tensor(float(largest)))
+        self.register_load_state_dict_post_hook(lambda schedule, _: schedule.reach(float(schedule.largest)))
 
-    @property
-    def slope(self) -> float:
-        """d lambda / dt."""
-        return -2 * math.log(float(self.largest)) - self.start
+    def reach(self, largest: float) -> None:
+        """Change the largest noise level."""
+        self.largest.fill_(largest)
+        self.slope = -2 * math.log(float(self.largest)) - self.start
 
 
 _ITEMS = 4096  # items between which the largest distance is taken
@@ -223,9 +223,10 @@ class ScoreModel(DiffusionModel):
         x0, smallest = self._entered(batch), self.hparams["smallest"]
         largest = largest_distance(x0[spread_rows(len(x0), min(len(x0), _ITEMS))])
         if largest <= smallest:
-            raise InputError(f"no two items of {self.spec.name} are further apart than model.smallest={smallest:g}")
+            raise InputError(f"no two items of {self.spec.name} are further apart than {largest:g}, and "
+                             f"model.smallest={smallest:g} is to be less: lower it, or take other data")
         for core in (self.core, *(() if self.ema is None else self.ema.averages)):
-            core.schedule.largest.fill_(largest)
+            core.schedule.reach(largest)
 
     @torch.no_grad()
     def draw(self, options: SamplingOptions) -> Samples:
@@ -242,7 +243,8 @@ class ScoreModel(DiffusionModel):
             return super().draw(options)
         for name in options.given():
             if name in DiffusionModel.sampling_options and name not in _LANGEVIN_OPTIONS:
-                raise InputError(f"{name} is an option of the other samplers, not of {options.sampler}")
+                called = "inpaint" if name in ("known", "keep") else name
+                raise InputError(f"{called} is an option of the other samplers, not of {options.sampler}")
         index = self.numbered(options.n, options.start)
         check_tempering(options.inverse_temperature, options.temperature)
         options = options.with_default(steps=SAMPLERS[options.sampler].steps)

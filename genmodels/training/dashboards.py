@@ -50,7 +50,7 @@ class NoiseLevels(Callback):
 class LearnedDensity(Callback):
     """A picture of the learned density of points in the plane, with the true one if it is known.
 
-    Diffusion and score-based models compute it by their probability-flow ODE, on a coarser grid.
+    Diffusion models compute it by their probability-flow ODE, on a coarser grid.
 
     Arguments:
         run_dir: the run folder; pictures go to its `density`.

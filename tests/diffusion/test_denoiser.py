@@ -193,7 +193,7 @@ def test_min_snr_weights_follow():
     "schedule", [SigmoidSchedule(), rescale_zero_terminal(LinearSchedule())], ids=["sigmoid", "zero terminal"]
 )
 def test_eps_without_signal_is_refused_at_construction(schedule):
-    sentence = "eps carries no signal at SNR 0: choose v or x0, or a schedule with log_snr(1) >= -20"
+    sentence = "eps carries no signal at SNR 0: choose v or x0, or a path with log_snr(1) >= -20, such as vp_linear"
     with pytest.raises(ValueError) as error:
         Denoiser(torch.nn.Identity(), schedule, Eps())
     assert str(error.value) == sentence
