@@ -46,6 +46,7 @@ SAMPLERS = {
 }
 _FEW = 16  # dimensions up to which the corrector is left out: norms of scores vary too much there
 _LANGEVIN_OPTIONS = ("sampler", "steps", "path", "progress")
+_STEPS = 100  # of the default sampler
 
 
 class _Tempered(nn.Module):
@@ -230,13 +231,16 @@ class ScoreModel(DiffusionModel):
 
     @torch.no_grad()
     def draw(self, options: SamplingOptions) -> Samples:
-        """Samples by any sampler of diffusion, `predictor_corrector` or `annealed_langevin`.
+        """Samples by any sampler of diffusion (`ddpm` in 100 steps), `predictor_corrector` or `annealed_langevin`.
 
+        Those without noise keep the errors that a prediction of the noise makes at the largest levels, and some of
+        their samples are noisy; fresh noise corrects them.
         `steps` of these two are noise levels: 200 (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps
         at each). An `inverse_temperature` multiplies the score at every level; `annealed_langevin` then aims at p^beta.
         """
-        if options.sampler is not None:
-            one_of("sampler", options.sampler, self.samplers)
+        if options.sampler is None:
+            options = options.with_default(sampler="ddpm", steps=min(_STEPS, self.num_steps))
+        one_of("sampler", options.sampler, self.samplers)
         if options.sampler not in SAMPLERS:
             if options.inverse_temperature != 1:
                 raise InputError(f"inverse_temperature is an option of {' and '.join(SAMPLERS)}: give sampler=")
