@@ -233,10 +233,10 @@ class ScoreModel(DiffusionModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by any sampler of diffusion (`ddpm` in 100 steps), `predictor_corrector` or `annealed_langevin`.
 
-        Those without noise keep the errors that a prediction of the noise makes at the largest levels, and some of
-        their samples are noisy; fresh noise corrects them.
-        `steps` of these two are noise levels: 200 (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps
-        at each). An `inverse_temperature` multiplies the score at every level; `annealed_langevin` then aims at p^beta.
+        Samplers that add no noise keep the errors that a prediction of the noise makes at the largest levels, and some
+        of their samples are noisy; fresh noise corrects them. `steps` of the last two samplers are noise levels: 200
+        (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps at each). An `inverse_temperature`
+        multiplies the score at every level; `annealed_langevin` then aims at p^beta.
         """
         if options.sampler is None:
             options = options.with_default(sampler="ddpm", steps=min(_STEPS, self.num_steps))

@@ -13,8 +13,10 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
 from genmodels.diffusion import Denoiser
-from genmodels.energy import NormalMixture
+from genmodels.energy import NoiseConditionalScore, NormalMixture
+from genmodels.models.checkpoint import load_model
 from genmodels.models.score import SAMPLERS, ScoreModel, VarianceExplodingScore, sample_levels
+from tests.untrained import write
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 PLANE = DataSpec("plane", (2,))
@@ -88,6 +90,15 @@ def test_the_exact_scores_of_a_mixture_give_its_samples(sampler):
     assert evaluations == 1000 * {"predictor_corrector": 60, "annealed_langevin": 601}[sampler]
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_last_step_is_to_the_mean_of_the_clean_data(sampler):
+    """Where all data are 3, that is 3, whatever noise was left."""
+    point = NoiseConditionalScore(lambda z, sigma, cond=None: (3 - z) / sigma[:, None] ** 2)
+    z, _ = sample_levels(point, (50, 2), 8.0, 0.5, keyed(50), sampler=sampler, steps=5, dtype=torch.float64,
+                         callback=lambda done, z: None)  # fmt: skip
+    torch.testing.assert_close(z, torch.full_like(z, 3))
+
+
 @pytest.mark.parametrize("name", ["plane", "digits"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_sample_is_the_same_alone(name, sampler):
@@ -109,6 +120,35 @@ def test_pictures_show_the_true_score_too():
     model.initialize(Batch(density("banana").sample(200, torch.Generator().manual_seed(0)).float()))
     assert model.pictures()["fields"].width >= 300
     assert made("digits")[0].pictures() == {}
+
+
+def test_the_scores_of_the_picture_are_in_the_datas_units(monkeypatch):
+    """Of N(3, 2^2 (1 + s^2)) in each coordinate, s the smallest level."""
+    seen = []
+    monkeypatch.setattr("genmodels.models.score.picture_of_fields", lambda _, *given: seen.extend(given))
+    model, _ = made("not so fine")
+    model.location.fill_(3.0)
+    model.scale.fill_(2.0)
+    for core in (model.core, model.weights("ema")):
+        core.net = Standard()
+    model.pictures()
+    (score, _, location, scale), x = seen, torch.randn(5, 2)
+    torch.testing.assert_close(score(x), -(x - 3) / (4 * 1.01))
+    assert location.tolist() == [3, 3] and scale.tolist() == [2, 2]
+
+
+class Standard(nn.Module):
+    """The noise prediction of N(0, I)."""
+
+    def forward(self, x, log_snr, cond=None):
+        return x * torch.sigmoid(-log_snr).sqrt()[:, None]
+
+
+def test_a_checkpoint_of_a_former_version_is_refused_with_where_to_read(tmp_path, refuses):
+    model, _ = made("plane")
+    model.hparams["ratio"] = 1.05
+    path = write(model, tmp_path / "former.ckpt")
+    refuses(ValueError, "no option 'ratio'.*docs/migration.md", lambda: load_model(path))
 
 
 def drawn(**options):
