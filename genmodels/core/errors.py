@@ -269,6 +269,20 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+def only_for(what: str, **options: tuple[object, object]) -> None:
+    """Raise ValueError for the first of these options, given as (value, usual value), that is not the usual one.
+
+    Example:
+        >>> only_for("images", depth=(2, 2), heads=(8, 4))
+        Traceback (most recent call last):
+        ...
+        ValueError: heads=8 is for images: leave it out
+    """
+    for name, (value, usual) in options.items():
+        if value != usual:
+            raise ValueError(f"{name}={value} is for {what}: leave it out")
+
+
 def terminal(stream: TextIO) -> bool:
     """Whether a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from genmodels.core.tensors import hide
 
+_UNDOING = ContextVar("_UNDOING", default=False)
+
 
 @contextlib.contextmanager
 def undone_on_failure(module: nn.Module) -> Iterator[None]:
-    """Restores parameters and buffers if the block raises.
+    """Restores parameters and buffers if the block raises; within another such block that one restores them.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -28,12 +31,18 @@ def undone_on_failure(module: nn.Module) -> Iterator[None]:
         ...     bool((layer.bias == before).all())
         True
     """
+    if _UNDOING.get():
+        yield
+        return
     before = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    outer = _UNDOING.set(True)
     try:
         yield
     except BaseException:
         module.load_state_dict(before, strict=False)
         raise
+    finally:
+        _UNDOING.reset(outer)
 
 
 Shape = tuple[int | None, ...]
@@ -90,15 +99,13 @@ class Bijection(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Data to latent: `(z, logdet)`."""
-        self.out_shape(tuple(x.shape[1:]))
-        x = self._enter(x, cond, mask)
+        x = self._enter(x, self.out_shape, cond, mask)
         z, logdet = self._forward(x, cond, mask)
         return (z, logdet) if mask is None else (hide(z, self.out_mask(mask)), logdet)
 
     def inverse(self, z: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Latent to data: `(x, logdet)`, the log-determinant of this direction."""
-        self.in_shape(tuple(z.shape[1:]))
-        z = self._enter(z, cond, mask)
+        z = self._enter(z, self.in_shape, cond, mask)
         x, logdet = self._inverse(z, cond, mask)
         return (x, logdet) if mask is None else (hide(x, self.in_mask(mask)), logdet)
 
@@ -161,10 +168,13 @@ class Bijection(nn.Module):
         z, logdet = self(x, cond, mask)
         yield Step(name, self, x, z, logdet, cond, mask)
 
-    def _enter(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        self._check_cond(cond)
+    def _enter(
+        self, x: Tensor, fitting: Callable[[Shape], Shape], cond: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         if not isinstance(x, Tensor):
             raise ValueError(f"{type(self).__name__} takes a torch.Tensor, got {type(x).__name__}")
+        fitting(tuple(x.shape[1:]))
+        self._check_cond(cond)
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
         if mask is None:
@@ -189,8 +199,7 @@ class Bijection(nn.Module):
     def _initializing(self, cond: Tensor | None) -> Iterator[None]:
         """Initialises all parts or, when the block raises, none."""
         self._check_cond(cond)
-        # The outermost composition, which has no place, restores all of them.
-        with contextlib.nullcontext() if self.place else undone_on_failure(self):
+        with undone_on_failure(self):
             yield
 
     def _name_parts(self) -> None:

@@ -99,6 +99,9 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
     """
     at_least(1, couplings=couplings)
     channels, dims = event_shape[0], len(event_shape) - 1
+    if dims < 2 and channels < 2:
+        raise ValueError("variational noise needs two columns or channels at least, of which each tells of the other: "
+                         "give dequantisation=level")
     cond = noise_condition(event_shape)
     net = partial(GatedConvNet, dims=dims) if dims else MLP
     net = partial(net, hidden=hidden, depth=depth, cond=cond)
@@ -251,7 +254,8 @@ class TokenNet(nn.Module):
         super().__init__()
         if cond is not None and cond.kind != "labels":
             raise ValueError(f"the networks of Jet are conditioned on labels, not on {cond}")
-        self.in_channels, self.out_channels, self.uses_cond = in_channels, out_channels, cond is not None
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.condition, self.uses_cond = cond, cond is not None
         self.transformer = TokenTransformer(in_channels, out_channels, Site(2, space), width=width, depth=depth,
                                             heads=heads, expansion=expansion, attention=attention)
         self.by_row = is_for_maps(self.transformer.blocks[0].attention)
@@ -264,9 +268,10 @@ class TokenNet(nn.Module):
             self.transformer.leave.bias.copy_(bias)
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        if (cond is not None) != self.uses_cond:
-            raise ValueError("this network needs cond: labels" if self.uses_cond else
-                             "this network was built without a condition: leave cond out")  # fmt: skip
+        if self.uses_cond:
+            self.condition.require(cond, x)
+        elif cond is not None:
+            raise ValueError("this network was built without a condition: leave cond out")
         if mask is not None:
             raise ValueError("the networks of Jet are for images, which have no mask")
         space = tuple(x.shape[2:])

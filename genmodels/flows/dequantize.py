@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import require_finite_rows
 from genmodels.core.random import Generator, normal, uniform
-from genmodels.core.tensors import hide
+from genmodels.core.tensors import event_mean, hide
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.nn.condition import Condition, require_condition
 
@@ -93,8 +93,8 @@ class Dequantize(nn.Module):
         # In float64 the product with a float32 number is exact, so that cells end exactly where v is clamped.
         return (require_finite_rows(v).double() * self.levels).floor().clamp(0, self.levels - 1).to(kind)
 
-    def outside(self, v: Tensor) -> Tensor:
-        """The fraction of the values of each row outside [0, 1), where there is no cell; (B,) float64.
+    def outside(self, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The fraction of the valid values of each row outside [0, 1), where there is no cell; (B,) float64.
 
         `to_levels` moves them to the end levels, which the likelihood does not account for.
 
@@ -102,7 +102,7 @@ class Dequantize(nn.Module):
             >>> UniformDequantize(4).outside(torch.tensor([[0.0, 0.99], [-0.1, 0.5], [1.0, 1.2]]))
             tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
         """
-        return ((v < 0) | (v >= 1)).double().flatten(1).mean(1)
+        return event_mean(((v < 0) | (v >= 1)).double(), mask)
 
     def initialize(
         self,

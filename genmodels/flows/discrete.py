@@ -219,15 +219,15 @@ class NoisyFlow(DiscreteFlow):
 
     dequantize: GaussianNoise
 
-    def points(self, n: int, cond: Tensor | None = None, **options) -> Tensor:
+    def points(self, n: int, cond: Tensor | None = None, mask: Tensor | None = None, **options) -> Tensor:
         """Denoised samples, (n, *event)."""
-        return self.denoise(super().points(n, cond, **options), cond)
+        return self.denoise(super().points(n, cond, mask=mask, **options), cond, mask)
 
-    def denoise(self, y: Tensor, cond: Tensor | None = None) -> Tensor:
+    def denoise(self, y: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """y + sigma^2 grad log p(y)."""
         with outside_inference(), torch.enable_grad():
             y = usable(y).detach().requires_grad_()
-            (score,) = torch.autograd.grad(self.flow.density(y, self._conds(cond)[1]).sum(), y)
+            (score,) = torch.autograd.grad(self.flow.density(y, self._conds(cond)[1], mask).sum(), y)
         return y.detach() + self.dequantize.sigma**2 * score
 
 
@@ -249,7 +249,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class ContinuousFlow(nn.Module):
-    """A flow over continuous data: the exact density, with the interface of `DiscreteFlow`.
+    """A flow over continuous data: the exact density, with the methods of `DiscreteFlow` that models call.
 
     Arguments:
         flow: the flow, in the data's own units.

@@ -131,6 +131,7 @@ def levels_fault(x: Tensor, levels: int, mask: Tensor | None) -> Fault | None:
     """Integers outside 0 .. levels - 1, where the mask is true."""
     if x.is_floating_point() or (x.dtype == torch.uint8 and levels > 255):
         return None
+    x = x.long()  # int8 would wrap the number of levels
     wrong = (x < 0) | (x >= levels)
     if mask is not None and mask.dtype == torch.bool and mask.dim() == x.dim() and len(mask) == len(x):
         wrong = wrong & mask

@@ -38,8 +38,8 @@ class LUMatrix(nn.Module):
         W = P L (U + diag(sign exp(l))),    log|det W| = sum l,    l = 10 tanh(raw / 10)
 
     One parameter holds L (with ones on its diagonal) below, U above and raw on the diagonal. P and the signs are fixed.
-    It starts as a random rotation. `flows.monitor` reports the smallest singular value, which shows whether l
-    approaches its bound in training.
+    It starts as a random rotation. `genmodels.flows.replay.examine` reports the smallest singular value, which shows
+    whether l approaches its bound in training.
 
     Arguments:
         size: rows and columns.

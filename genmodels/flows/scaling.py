@@ -92,8 +92,7 @@ class DataInitialized(Channelwise):
         here = f"{self.place} ({kind})" if self.place else kind
         if self.ready and not force:
             raise RuntimeError(f"{here} is initialised already; force=True initialises it again from this batch")
-        self.out_shape(tuple(x.shape[1:]))
-        count, mean, std = channel_moments(self._enter(x, cond, mask), mask)
+        count, mean, std = channel_moments(self._enter(x, self.out_shape, cond, mask), mask)
         if count == 0:
             raise ValueError(f"{here} cannot be initialised from a batch without a single valid position")
         if count < self.fewest:

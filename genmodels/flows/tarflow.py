@@ -71,7 +71,8 @@ class MetaBlock(Bijection):
         width, depth, heads, expansion, attention, dropout: see `TokenTransformer`; the attention is causal.
         places: whether learned position embeddings are added to the tokens; not for open lengths.
         transform: the elementwise map f, `MeanScale` if None; built for a single channel it serves all.
-        cond: labels, or None. The row after the last class is the null class, for guidance.
+        cond: labels, or None.
+        null_class: whether the label after the last class, for no class, is taken too, as guidance needs.
 
     Attributes:
         decoding: options of the inverse (see `Decoding`).
@@ -107,6 +108,7 @@ class MetaBlock(Bijection):
         places: bool = True,
         transform: ElementTransform | None = None,
         cond: Condition | None = None,
+        null_class: bool = True,
     ):
         super().__init__()
         self.event_shape = as_shape(event_shape)
@@ -115,7 +117,8 @@ class MetaBlock(Bijection):
             raise self._misfit("(C, H, W) or (C, T)", self.event_shape)
         if cond is not None and cond.kind != "labels":
             raise ValueError(f"a meta-block is conditioned on labels, not on {cond}")
-        self.channels, self.reverse, self.uses_cond = channels, reverse, cond is not None
+        self.channels, self.reverse = channels, reverse
+        self.condition, self.uses_cond = cond, cond is not None
         self.length = None if None in space else torch.Size(space).numel()
         if order is not None and not isinstance(order, Permute):
             raise ValueError(f"order must be Permute(index), got {type(order).__name__}")
@@ -124,6 +127,9 @@ class MetaBlock(Bijection):
                              f"{self.length or 'open length'} of {self.event_shape}")
         self.read = order
         self.transform = MeanScale() if transform is None else transform
+        if self.transform.channels not in (None, 1):
+            raise ValueError(f"{type(self).__name__}: the transform acts on tokens, of which each channel takes the "
+                             f"same, and was built for {self.transform.channels} channels: build it for 1")
         self.exact_inverse = self.transform.exact_inverse
         start = self.transform.start(channels).flatten()
         self.net = TokenTransformer(
@@ -132,7 +138,7 @@ class MetaBlock(Bijection):
         )  # fmt: skip
         own = places and self.length is not None
         self.places = nn.Parameter(0.01 * torch.randn(self.length, width)) if own else None
-        self.num_classes, self.null_class = (None, False) if cond is None else (cond.size, True)
+        self.num_classes, self.null_class = (None, False) if cond is None else (cond.size, null_class)
         self.classes = None if cond is None else nn.Embedding(cond.size + 1, width)
         self.register_buffer("start", start, persistent=False)
         with torch.no_grad():
@@ -153,21 +159,27 @@ class MetaBlock(Bijection):
         return shape
 
     def _forward(self, x, cond, mask):
+        if self.uses_cond:
+            self.condition.require(cond, x)
         tokens, valid = self._tokens(x), self._turned(mask)
-        added = self._added(cond, len(x), tokens.shape[1])
+        added = self._added(cond, tokens.shape[1])
         out = self.net(tokens[:, :-1], mask=None if valid is None else valid[..., :-1],  # none depends on the last
                        added=None if added is None else added[:, :-1])  # fmt: skip
         z, log_derivative = self.transform(tokens, self._params(out, tokens, valid))
         return self._event(z, x), self._volume(log_derivative, valid)
 
     def _inverse(self, z, cond, mask):
+        if self.uses_cond:
+            self.condition.require(cond, z)
         tokens, valid = self._tokens(z), self._turned(mask)
         guided = self.uses_cond and self.decoding.guidance != 1
+        if guided and not self.null_class:
+            raise ValueError(f"{type(self).__name__}: guidance needs null_class=True")
         rows = 2 if guided else 1
         if guided:
             cond = torch.cat([cond, torch.full_like(cond, self.classes.num_embeddings - 1)])
         count = tokens.shape[1]
-        added, slots = self._added(cond, rows * len(z), count), self.net.slots(count)
+        added, slots = self._added(cond, count), self.net.slots(count)
         together = None if valid is None else valid.repeat(rows, 1, 1)
         step = self.decoding.tokens or count
         found, volume, self.sweeps = [], [], 0
@@ -236,14 +248,12 @@ class MetaBlock(Bijection):
             raise ValueError(f"{type(self).__name__}: an order of {self.length} positions is for events without a mask")
         return mask.flip(-1) if mask is not None and self.reverse else mask
 
-    def _added(self, cond: Tensor | None, rows: int, count: int) -> Tensor | None:
+    def _added(self, cond: Tensor | None, count: int) -> Tensor | None:
         """The embedding of position and class, (B or 1, N, width), if any."""
         parts = []
         if self.places is not None:
             parts.append(self._in_order(self.places[None]))
         if self.classes is not None:
-            if cond.is_floating_point() or cond.shape != (rows,):
-                raise ValueError(f"cond must be {rows} labels (B,) int64, got {cond.dtype} {tuple(cond.shape)}")
             parts.append(self.classes(cond)[:, None].expand(-1, count, -1))
         return sum(parts[1:], parts[0]) if parts else None
 
@@ -287,6 +297,7 @@ def tarflow(
     patches: Literal["near", "far"] = "near",
     order: Literal["rows", "rows_columns", "random"] = "rows",
     cond: Condition | None = None,
+    null_class: bool = True,
     memory: Literal["store", "inverse"] = "store",
 ) -> Compose:
     """TarFlow: patches, an `ActNorm` and meta-blocks in alternating order.
@@ -295,7 +306,7 @@ def tarflow(
         event_shape: (C, H, W) of images, (C, T) of sequences.
         patch: positions along every side of a patch; frames of a token, for sequences.
         blocks: number of meta-blocks.
-        width, depth, heads, expansion, attention, places, dropout, cond: see `MetaBlock`.
+        width, depth, heads, expansion, attention, places, dropout, cond, null_class: see `MetaBlock`.
         transform: the elementwise map: `affine`, or the `mixture` of logistics of Flow++, which can have several modes
             and is inverted by iteration.
         components: number of components of a mixture.
@@ -348,6 +359,7 @@ def tarflow(
     layers = [
         MetaBlock(inside, reverse=number % 2 == 1, order=reads[number // 2 % len(reads)], width=width, depth=depth,
                   heads=heads, expansion=expansion, attention=attention, places=places, dropout=dropout, cond=cond,
+                  null_class=null_class,
                   transform=MeanScale() if transform == "affine" else LogisticMixture(1, components=components))
         for number in range(blocks)
     ]  # fmt: skip

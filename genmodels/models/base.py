@@ -193,6 +193,9 @@ class GenerativeModel(OfLightning, nn.Module):
             raise InputError("its texts have other symbols: give the options of its data")
         theirs, own = other.weights().state_dict(), self.core.state_dict()
         for name in {**own, **theirs}:
+            if name.endswith("gauge.switched"):  # memory=inverse finds anew which layers store their inputs
+                theirs.pop(name, None)
+                continue
             there, here = (tuple(some[name].shape) if name in some else "absent" for some in (theirs, own))
             if there != here:
                 raise InputError(f"{name} is {there} there and {here} here: give the options of that model")
@@ -263,9 +266,10 @@ class GenerativeModel(OfLightning, nn.Module):
         """Number of classes the model is conditioned on, None for an unconditional one."""
         return self.spec.num_classes if self.conditional else None
 
-    def _given(self, weights: str | float, seed: int) -> dict:
-        """How an estimate of a likelihood was made: weights, seed, and whether the class was given."""
-        return {"weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+    def _given(self, batch: Batch, weights: str | float) -> dict:
+        """How a likelihood of the batch was found: by which weights, and whether the classes were given."""
+        of_class = self.conditional and batch.cond is not None
+        return {"weights": str(weights)} | ({"given": "class"} if of_class else {})
 
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None

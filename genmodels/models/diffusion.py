@@ -260,7 +260,7 @@ class DiffusionModel(GenerativeModel):
             cond=self._cond(batch), mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
         )
         made |= {"noise": self.noise} if self.noise else {}
-        made |= {"variance": self.elbo.variance} | self._given(weights, seed)
+        made |= {"variance": self.elbo.variance} | {"seed": seed} | self._given(batch, weights)
         parts = found.parts
         if self.spec.levels is None:
             parts["scale"] = self._log_scale(batch.mask).expand(len(index))
@@ -287,7 +287,7 @@ class DiffusionModel(GenerativeModel):
             return z, volume if self.spec.levels is not None else volume - self._log_scale(mask)
 
         found = ode(denoiser, self.spec, batch, self._cond(batch), start, log_snr, seed=seed)
-        found.made |= self._given(weights, seed)
+        found.made |= {"seed": seed} | self._given(batch, weights)
         return found
 
     def _log_scale(self, mask: Tensor | None) -> Tensor:

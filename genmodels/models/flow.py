@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
-from genmodels.core.errors import InputError, at_least, one_of
+from genmodels.core.errors import InputError, at_least, one_of, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
@@ -111,6 +111,8 @@ class FlowModel(GenerativeModel):
         for given, other in of_integers.items():
             if other and spec.levels is None:
                 raise ValueError(f"{given} is for integers, and {spec.name} has real numbers")
+        if preprocess == "centre":
+            only_for("preprocess=logit", alpha=(alpha, 0.05))
         self.noise = noise if spec.mel is not None else 0.0
         self._probe: Batch | None = None
 
@@ -244,8 +246,8 @@ class FlowModel(GenerativeModel):
         """Bits/dim of one dequantisation for integers, nats for continuous data, of sequences per dimension."""
         batch = self._filled(batch, generator)
         nats, _ = self.core.log_prob(batch.x, self._cond(batch), batch.mask, generator=generator)
-        unit = 1.0 if self.spec.levels is None else self.spec.dims * math.log(2)
-        per_example = -nats / (unit if batch.mask is None else self._dims(batch))
+        dims = self._dims(batch) if batch.mask is not None else 1 if self.spec.levels is None else self.spec.dims
+        per_example = -nats / (dims * (1 if self.spec.levels is None else math.log(2)))
         return Loss(per_example.mean(), per_example)
 
     def log_likelihood(
@@ -282,7 +284,7 @@ class FlowModel(GenerativeModel):
             "estimate": "importance-weighted bound", "importance_samples": importance_samples,
             "dequantisation": self.dequantisation, "seed": seed,
         }
-        made |= {"weights": str(weights), **({"given": "class"} if self.conditional else {})}
+        made |= self._given(batch, weights)
         made |= {"noise": self.noise} if self.noise else {}
         dims = self.spec.dims if batch.mask is None else self._dims(batch)
         return Likelihood(nats, core.kind, dims, self.spec.levels, stderr, made, index)
@@ -308,7 +310,7 @@ class FlowModel(GenerativeModel):
                 x = core.sample(options.n, labels, temperature=temperature, generator=noise, mask=mask)
             else:
                 v = core.points(options.n, labels, temperature=temperature, generator=noise, mask=mask)
-                x, outside = core.quantise(v), core.dequantize.outside(v)
+                x, outside = core.quantise(v), core.dequantize.outside(v, mask)
         made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights), "temperature": temperature}
         return Samples(silent_beyond(x, mask, self.spec), labels, index, made, mask=mask, outside=outside)
 
@@ -325,7 +327,7 @@ class FlowModel(GenerativeModel):
         """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
         core, cond = self.weights(weights), self._or_null(cond, len(latents[0]))
         v = core.flow.from_latents(latents, cond, mask)
-        return core.quantise(core.denoise(v, cond) if isinstance(core, NoisyFlow) else v)
+        return core.quantise(core.denoise(v, cond, mask) if isinstance(core, NoisyFlow) else v)
 
     # ---- the invertibility monitor ------------------------------------------------------------------------------
 

@@ -133,8 +133,8 @@ class MaskedDiffusionModel(GenerativeModel):
         found = masked_bound(
             self.weights(weights), batch.x.long(), self.spec.levels, KeyedGenerator(seed, index, "bound"),
             cond=self._cond(batch), draws=draws, replicates=replicates, rows=rows)
-        made = {"estimate": "bound, continuous time", "draws": draws, "replicates": replicates}
-        made |= self._given(weights, seed)
+        made = {"estimate": "bound, continuous time", "draws": draws, "replicates": replicates, "seed": seed}
+        made |= self._given(batch, weights)
         return Likelihood(-found.mean(1), "lower_bound", self.spec.dims, self.spec.levels,
                           found.std(1) / math.sqrt(replicates), made, index, parts={"diffusion": found.mean(1)})
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, one_of, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -80,8 +80,11 @@ class RealNVP(FlowModel):
         if len(shape) == 1:
             if isinstance(hidden, list):
                 raise ValueError("hidden: vectors have one width for all networks, lists are for images")
+            only_for("images", layout=(tuple(layout), LAYOUT), net=(net, "residual"), actnorm=(actnorm, True),
+                     attention=(attention, "none"), heads=(heads, 4))
             flow = realnvp_vector(shape[0], couplings=couplings, hidden=hidden, depth=depth, scale=scale, **common)
         elif len(shape) == 3:
+            only_for("vectors: layout= says how many there are", couplings=(couplings, 8))
             flow = realnvp_image(shape, layout=layout, hidden=hidden, depth=depth, net=net, scale=scale,
                                  actnorm=actnorm, attention=attention, heads=heads, **common)
         else:
@@ -184,6 +187,8 @@ class NSF(FlowModel):
         **shared,
     ):
         super().__init__(spec, **shared)
+        if transform == "affine":
+            only_for("transform=spline", bins=(bins, 16), bound=(bound, 5.0))
         self.assemble_flat(neural_spline(
             spec.dims, layers=layers, kind=kind, transform=transform, bins=bins, bound=bound, hidden=hidden,
             depth=depth, residual=residual, mix=mix, cond=self.condition, memory=self.memory,
@@ -367,15 +372,15 @@ class TarFlow(FlowModel):
                              "in which a logit is defined")
         if augment and self.dequantisation == "variational":
             raise ValueError(f"augment={augment} takes the place of dequantisation=variational: leave one of them out")
-        if components != 8 and transform != "mixture":
-            raise ValueError(f"components={components} is for transform=mixture, got transform={transform}")
+        if transform != "mixture":
+            only_for("transform=mixture", components=(components, 8))
         self.augment = augment
         patch = (2 if len(spec.event_shape) == 3 else 1) if patch is None else patch
         self.decide(patch=patch)
         self.assemble(tarflow(
             spec.event_shape, patch=patch, blocks=blocks, width=width, depth=depth, heads=heads, expansion=expansion,
             attention=attention, places=places, transform=transform, components=components, patches=patches,
-            order=order, dropout=dropout, cond=self.condition, memory=self.memory,
+            order=order, dropout=dropout, cond=self.condition, null_class=self.has_null_class, memory=self.memory,
         ))  # fmt: skip
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
@@ -407,7 +412,7 @@ class TarFlow(FlowModel):
         if self.augment:
             noise = KeyedGenerator(self.seed, batch.item_index, "validate")
             with torch.no_grad():
-                nats, _ = self.weights().log_prob(batch.x, self._cond(batch), generator=noise)
+                nats, _ = self.weights().log_prob(batch.x, self._cond(batch), batch.mask, generator=noise)
             self._pending[-1] = replace(self._pending[-1], nats=nats.double().cpu())
 
     def log_validation(self, result: Likelihood) -> None:

@@ -54,12 +54,19 @@ class Condition:
         """
         return replace(self, stride=self.stride * factor) if self.kind == "map" else self
 
-    def fits(self, cond: Tensor, x: Tensor) -> bool:
-        """Whether `cond` is of this kind and fits `x`."""
-        if self.kind == "labels":
-            return cond.dtype in (torch.int64, torch.int32) and cond.shape == x.shape[:1]
+    def require(self, cond: Tensor | None, x: Tensor) -> None:
+        """Raise ValueError unless `cond` is of this kind and fits `x`."""
+        if cond is None:
+            raise ValueError(f"this network needs cond: {self}")
         space = tuple(self.stride * n for n in x.shape[2:]) if self.kind == "map" else ()
-        return cond.is_floating_point() and tuple(cond.shape) == (len(x), self.size, *space)
+        if self.kind == "labels":
+            fits = cond.dtype in (torch.int64, torch.int32) and cond.shape == x.shape[:1]
+        else:
+            fits = cond.is_floating_point() and tuple(cond.shape) == (len(x), self.size, *space)
+        if not fits:
+            raise ValueError(f"cond must be {self}, with the examples and positions of x {tuple(x.shape)}"
+                             f"{f' times {self.stride}' if self.stride > 1 else ''}; got {cond.dtype} "
+                             f"{tuple(cond.shape)}")
 
 
 def require_condition(cond: Condition | None) -> None:
@@ -137,13 +144,7 @@ class Conditioning(nn.Module):
             if cond is not None:
                 raise ValueError("this network was built without a condition: leave cond out")
             return [None] * self.layers
-        if cond is None:
-            raise ValueError(f"this network needs cond: {condition}")
-        if not condition.fits(cond, x):
-            raise ValueError(
-                f"cond must be {condition}, with the examples and positions of x {tuple(x.shape)}"
-                f"{f' times {condition.stride}' if condition.stride > 1 else ''}; got {cond.dtype} {tuple(cond.shape)}"
-            )
+        condition.require(cond, x)
         if condition.kind != "labels":
             cond = cond.to(x.dtype)
         if condition.kind == "map":

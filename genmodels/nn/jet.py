@@ -56,7 +56,7 @@ def propagate(layer: nn.Module, jet: Jet) -> Jet:
         >>> [round(float(part), 4) for part in propagate(nn.Tanh(), Jet.line(x, v)).triple()]
         [0.4621, 1.5729, -2.9074]
     """
-    if isinstance(layer, nn.Sequential):
+    if _is_chain(layer):
         for part in layer:
             jet = propagate(part, jet)
         return jet
@@ -73,7 +73,7 @@ def has_jet(layer: nn.Module) -> bool:
         >>> has_jet(nn.Sequential(nn.Linear(2, 3), nn.SiLU())), has_jet(nn.Sequential(nn.GroupNorm(1, 2)))
         (True, False)
     """
-    if isinstance(layer, nn.Sequential):
+    if _is_chain(layer):
         return all(has_jet(part) for part in layer)
     return _rule(layer) is not None
 
@@ -205,12 +205,16 @@ _RULES: dict[type[nn.Module], Callable[[nn.Module, Tensor, int], Tensor]] = {
 
 
 def _rule(layer: nn.Module) -> Callable[[nn.Module, Tensor, int], Tensor] | None:
-    if isinstance(layer, nn.Softplus) and layer.beta != 1:
+    if isinstance(layer, nn.Softplus) and (layer.beta != 1 or layer.threshold < 20):
         return None
     if isinstance(layer, nn.Conv1d | nn.Conv2d) and layer.padding_mode != "zeros":
         return None
     # A parametrised layer (spectral norm) is of a subclass with the same name before "Parametrized".
     return next((rule for kind, rule in _RULES.items() if isinstance(layer, kind) and _is_plain(layer, kind)), None)
+
+
+def _is_chain(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Sequential) and _is_plain(layer, nn.Sequential)
 
 
 def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:

@@ -222,6 +222,7 @@ class MADE(Net):
         degrees, inner = self.order + 1, hidden_degrees(features, hidden, self.uses_cond)
         self.ends = torch.searchsorted(inner, torch.arange(features), right=True).tolist()  # units up to each degree
         self.stem = MaskedLinear(inner[:, None] >= degrees)
+        self.stem.weight.requires_grad_(features > 1)  # of a single dimension it is masked whole
         self.layers = nn.ModuleList(
             MaskedLinear(inner[:, None] >= inner) for _ in range(2 * depth if residual else depth - 1)
         )

@@ -26,7 +26,7 @@ from genmodels.flows.bijection import (
 from genmodels.flows.composition import Compose
 from genmodels.flows.dequantize import OfLevel
 from genmodels.flows.elementwise import ElementTransform
-from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear
+from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Whitening
 from genmodels.flows.scaling import ActNorm, DataInitialized, Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.verification.bijections import CHECKS, check_bijection
@@ -332,6 +332,20 @@ def test_starting_twice_is_an_error_that_names_the_layer():
     flow.initialize(2 * x + 1, force=True)
     each = [step.layer.ready for step in flow.walk(x) if isinstance(step.layer, ActNorm)]
     assert each == [True, True, True]
+
+
+def test_part_of_another_composition_starts_whole_or_not_at_all():
+    inner = Compose([ActNorm(2), Whitening(2)], (2,))
+    Compose([inner], (2,))  # which names its parts
+    with pytest.raises(ValueError, match="covariance"):
+        inner.initialize(torch.randn(5, 2))
+    assert list(inner.uninitialized()) == ["layers.0", "layers.1"]
+    inner.initialize(torch.randn(50, 2))
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(ValueError, match="Flip takes a torch.Tensor, got list"):
+        Flip(2)([1.0, 2.0])
 
 
 def test_no_gradient_is_left_by_starting():

@@ -494,6 +494,13 @@ def test_integers_out_of_range(value, use):
         getattr(model, use)(torch.tensor([[0, 3], [3, value]]), generator=source())
 
 
+def test_narrow_integers_are_compared_without_overflow():
+    model = DiscreteFlow(UniformDequantize(256), Flow(Shift(-0.5), StandardNormal((2,))))
+    x = torch.tensor([[0, 1]])
+    found = [model.log_prob(x.to(kind), generator=source())[0] for kind in (torch.int8, torch.int64)]
+    assert torch.equal(*found)
+
+
 def test_integers_outside_the_mask_do_not_count():
     model = DiscreteFlow(UniformDequantize(4), Flow(Shift(-0.5), StandardNormal((1, None))))
     x = torch.tensor([[[0, 3, 99]]])

@@ -9,7 +9,7 @@ import torch
 
 from genmodels.flows.bases import StandardNormal
 from genmodels.flows.bijection import Bijection
-from genmodels.flows.elementwise import LogisticMixture
+from genmodels.flows.elementwise import Affine, LogisticMixture
 from genmodels.flows.flow import Flow
 from genmodels.flows.linear import Permute
 from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
@@ -337,6 +337,12 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
     assert each["inverse"] <= 1.1 and each["store"] > 20
 
 
+def guided_without_a_null_class():
+    block = MetaBlock((1, 2, 2), cond=Condition("labels", 3), null_class=False, **TINY)
+    with decoding(block, Decoding(guidance=2.0)):
+        block.inverse(latents((1, 2, 2)), torch.tensor([0, 1, 2]))
+
+
 @pytest.mark.parametrize("make, words", [
     (lambda: tarflow((2,)), "takes images .* or sequences .*: use model=maf for vectors"),
     (lambda: tarflow((1, 7, 8)), "patch=2 does not divide the sides of images of 7 x 8; these do: 1"),
@@ -349,7 +355,11 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
     (lambda: MetaBlock((2, 3, 3), order=torch.randperm(9)), "order must be Permute"),
     (lambda: MetaBlock((0, 3, 3)), "takes events of shape"),
     (lambda: MetaBlock((1, 2, 2), cond=Condition("labels", 3), **TINY)(latents((1, 2, 2)), torch.zeros(3)),
-     "cond must be 3 labels"),
+     "cond must be labels .* of 3 classes"),
+    (lambda: MetaBlock((3, 2, 2), transform=Affine(3)), "was built for 3 channels: build it for 1"),
+    (lambda: Flow(MetaBlock((1, 2, 2), cond=Condition("labels", 3), null_class=False, **TINY), StandardNormal((1, 2, 2))
+                  ).log_prob(torch.zeros(1, 1, 2, 2), torch.tensor([3])), "label 3 in row 0"),
+    (lambda: guided_without_a_null_class(), "guidance needs null_class=True"),
     (lambda: tarflow((2, 8), patch=2, patches="far"), "patches=far is for images"),
     (lambda: tarflow((2, 8), order="random"), "order=random is for images"),
     (lambda: tarflow((1, 8, 8), order="spiral"), "order"),

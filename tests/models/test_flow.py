@@ -13,7 +13,10 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
+from genmodels.flows.replay import DriftGauge
 from genmodels.models import flow
+from genmodels.models.ddpm import DDPM
+from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP, TarFlow
 from tests.parameters import scattered_model
 
@@ -25,6 +28,7 @@ COUNTS = DataSpec("counts", (4,), levels=8)
 TRACKS = DataSpec("tracks", (4, 16), levels=16)
 
 SMALL = {"width": 16, "depth": 1, "heads": 2}
+TINY = {"_target_": "genmodels.nn.dit.DiT", "width": 8, "depth": 1, "heads": 2, "patch": 2}
 MODELS = {
     "glow": lambda: Glow(DIGITS, steps=2, hidden=8),
     "glow centred, sigmoid, diagonal": lambda: Glow(COLOURS, steps=1, hidden=8, preprocess="centre", scale="sigmoid",
@@ -138,6 +142,43 @@ def test_more_importance_samples_raise_the_bound():
     assert many.made["importance_samples"] == 16
 
 
+@pytest.mark.parametrize("make", [
+    lambda: TarFlow(DIGITS, class_conditional=True, blocks=2, **SMALL),
+    lambda: DDPM(DIGITS, num_steps=4, net=TINY),
+    lambda: MaskedDiffusionModel(DIGITS, net=TINY),
+])
+def test_a_likelihood_says_whether_the_class_was_given(make):
+    model, (x, cond) = make().eval(), (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+    model.initialize(Batch(torch.arange(17).repeat(2, 64)[:, :64].view(2, 1, 8, 8).to(torch.uint8), cond))
+    of_class, of_none = (model.log_likelihood(batch, weights="raw").made for batch in (Batch(x, cond), Batch(x)))
+    assert of_class["given"] == "class" and "given" not in of_none
+
+
+def test_masked_integers_have_their_loss_in_bits():
+    torch.manual_seed(0)
+    model = TarFlow(TRACKS, blocks=2, ema_decay=0, **SMALL)
+    x = torch.randint(0, 16, (8, 4, 16)).to(torch.uint8)
+    model.initialize(Batch(x))
+    whole, masked = Batch(x), Batch(x, mask=torch.ones(8, 1, 16, dtype=torch.bool))
+    losses = [model.loss(batch, KeyedGenerator(0, torch.arange(8), "train")).value.item() for batch in (whole, masked)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("there, here", [("store", "inverse"), ("inverse", "store"), ("inverse", "inverse")])
+def test_weights_are_taken_over_whatever_the_memory(there, here):
+    first, second = (Glow(DIGITS, steps=1, hidden=8, memory=memory, ema_decay=0) for memory in (there, here))
+    first.initialize(Batch(torch.randint(0, 17, (9, 1, 8, 8))))
+    gauges = [part for part in first.core.modules() if isinstance(part, DriftGauge)]
+    for gauge in gauges:
+        gauge.switch([0])
+    assert bool(gauges) == (there == "inverse")
+    second.start_from(first)
+    x = torch.randint(0, 17, (3, 1, 8, 8), dtype=torch.uint8)
+    found = [model.eval().log_likelihood(Batch(x)).nats for model in (first, second)]
+    assert torch.equal(*found)
+    assert not any(any(part.stores) for part in second.core.modules() if isinstance(part, DriftGauge))
+
+
 def test_the_class_counts_where_it_is_a_condition():
     model = made("glow of classes")
     batch = batch_of(DIGITS)
@@ -214,6 +255,14 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: NSF(COUNTS, preprocess="none"), "preprocess must be one of logit, centre"),
         (lambda: NSF(COUNTS, base="uniform"), "base must be one of normal, diagonal, class"),
         (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),
+        (lambda: RealNVP(DIGITS, couplings=64), "couplings=64 is for vectors: layout="),
+        (lambda: RealNVP(TABLE, layout=["channel*2"]), "layout=.* is for images: leave it out"),
+        (lambda: RealNVP(TABLE, net="gated"), "net=gated is for images"),
+        (lambda: RealNVP(TABLE, actnorm=False), "actnorm=False is for images"),
+        (lambda: RealNVP(TABLE, attention="rope2d"), "attention=rope2d is for images"),
+        (lambda: NSF(TABLE, transform="affine", bins=9), "bins=9 is for transform=spline"),
+        (lambda: NSF(COUNTS, preprocess="centre", alpha=0.1), "alpha=0.1 is for preprocess=logit"),
+        (lambda: MAF(DataSpec("count", (1,), levels=8), dequantisation="variational"), "give dequantisation=level"),
         (lambda: MAF(TABLE, whiten=2), "whiten=2 is the side of squares of an image, and table has none: give 1"),
         (lambda: Glow(TRACKS, whiten=4), "whiten=4 is the side of squares of an image"),
         (lambda: Glow(DIGITS, whiten=3), "whiten=3 does not divide the sides of images of 8 x 8; these do: 1, 2, 4, 8"),

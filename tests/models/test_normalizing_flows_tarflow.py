@@ -152,6 +152,44 @@ def test_decoded_latents_of_noisy_data_are_denoised():
     assert torch.equal(model.from_latents(z), expected.to(torch.uint8))
 
 
+def noisy_sequences():
+    """A model of noisy sequences of integers, and four of unlike length with other integers beyond their ends."""
+    mask = (torch.arange(8) < torch.tensor([8, 4, 1, 6])[:, None])[:, None]
+    x = torch.randint(0, 17, (4, 2, 8), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = TarFlow(DataSpec("marks", (2, 8), levels=17), augment=0.2, preprocess="centre", **SMALL)
+    model.initialize(Batch(x, mask=mask))
+    scattered(model.core, 0.2, seed=1)
+    return model.double().eval(), [Batch(rows, mask=mask, index=torch.arange(4)) for rows in (x, (x + 5) % 17)]
+
+
+def test_noisy_sequences_are_judged_by_their_valid_frames():
+    model, (batch, other) = noisy_sequences()
+    found = []
+    for items in (batch, Batch(torch.where(batch.mask, batch.x, other.x), mask=batch.mask, index=batch.index)):
+        model.log = lambda *args, **options: None
+        model.validation_step(items, 0)
+        found.append(model._pending.pop().nats)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def test_noisy_sequences_are_denoised_in_their_valid_frames():
+    model, (batch, _) = noisy_sequences()
+    y = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = model.core.denoise(y, None, batch.mask)
+    again = model.core.denoise(torch.where(batch.mask, y, y + 1), None, batch.mask)
+    torch.testing.assert_close(found * batch.mask, again * batch.mask, rtol=1e-10, atol=1e-10)
+    latents = model.latents(batch)
+    expected = model.core.quantise(model.core.denoise(model.core.flow.from_latents(latents, None, batch.mask), None,
+                                                      batch.mask))  # fmt: skip
+    assert torch.equal(model.from_latents(latents, mask=batch.mask), expected)
+    lengths = [8, 4, 1, 6]
+    drawn, noise = model.sample(4, lengths=lengths), KeyedGenerator(0, torch.arange(4), "sample")
+    with torch.no_grad():
+        points = model.core.flow.sample(4, generator=noise, mask=batch.mask)
+    assert torch.equal(drawn.x, model.core.quantise(model.core.denoise(points, None, batch.mask)) * batch.mask)
+
+
 @pytest.mark.parametrize("make, words", [
     (lambda: TarFlow(DIGITS, augment=0.1), "augment=0.1 is for integers with model.preprocess=centre"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), augment=0.1, preprocess="centre"), "is for integers"),

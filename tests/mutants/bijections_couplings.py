@@ -159,8 +159,8 @@ class Neighbours(Bijection):
 class PaddingSeen(Neighbours):
     """What stands outside the mask is looked at."""
 
-    def _enter(self, x, cond, mask):
-        return super()._enter(x, cond, None)
+    def _enter(self, x, fitting, cond, mask):
+        return super()._enter(x, fitting, cond, None)
 
 
 class MeanOfAllFrames(Neighbours):

@@ -118,7 +118,14 @@ def test_parametrised_weights_and_what_is_not_known():
         def forward(self, x):
             return super().forward(x).square()
 
-    assert not has_jet(Other(2, 2))
+    class Chain(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x)
+
+    hooked = nn.Sequential(nn.Linear(2, 2))
+    hooked.register_forward_hook(lambda layer, given, found: 2 * found)
+    for layer in (Other(2, 2), Chain(nn.Linear(2, 2)), hooked, nn.Softplus(threshold=1.0)):
+        assert not has_jet(layer)
 
 
 @pytest.mark.parametrize("layer", [nn.ReLU(), nn.LeakyReLU(), nn.PReLU(), nn.ELU(), nn.SELU(), nn.Hardtanh(),

@@ -340,3 +340,8 @@ def test_learns_the_posterior_mean():
 )
 def test_errors_are_one_line(make, words, refuses):
     refuses(ValueError, words, make)
+
+
+def test_the_weights_of_a_single_dimension_that_reach_nothing_are_not_trained():
+    masked = {name for name, weight in MADE(1, 2, hidden=4).named_parameters() if not weight.requires_grad}
+    assert masked == {"stem.weight"} and all(p.requires_grad for p in MADE(2, 2, hidden=4).parameters())
