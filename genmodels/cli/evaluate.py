@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,20 +47,23 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
         out = "comparison" if len(ckpt) > 1 else place_of(ckpt[0]).with_name("report.json")
         request = replace(request, out=str(out))
     if request.out is not None:
-        check_writable("out", Path(request.out))
+        check_writable("out", Path(request.out), several=len(ckpt) > 1)
     return [located(each) for each in ckpt], request
 
 
 def _print_evaluation(paths: list[Path], request: Request) -> None:
-    found = evaluate(paths, request)
+    words = [word for word in sys.argv[1:] if word != "evaluate"]
+    found = evaluate(paths, request, "python evaluate.py " + " ".join(shlex.quote(word) for word in words))
     if found is not None:
         print(*found.lines, sep="\n")
         if found.failed:
             raise RunError("; ".join(dict.fromkeys(found.failed)))
 
 
-def evaluate(paths: list[Path], request: Request) -> Comparison | None:
+def evaluate(paths: list[Path], request: Request, command: str = "") -> Comparison | None:
     """Evaluate checkpoints in this process, or in those that torchrun started; None in all of these but the first.
+
+    Reports name the command.
 
     Raises:
         InputError, RunError: when nothing can be evaluated.
@@ -80,7 +84,7 @@ def evaluate(paths: list[Path], request: Request) -> Comparison | None:
     from genmodels.report.compare import compare  # takes a second: after the files were checked
 
     whole = [path for path in paths if str(path) not in failures]
-    return compare(whole, request, group, several=len(paths) > 1, failures=failures)
+    return compare(whole, request, group, several=len(paths) > 1, failures=failures, command=command)
 
 
 def _one_of_several(paths: list[Path], request: Request) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from genmodels import __version__
-from genmodels.core.checkpoint import origin
+from genmodels.core.checkpoint import checkpoint_hash, origin
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import EXPORTED, HUB, located, place_of, write_text
 from genmodels.core.likelihood import value_of, with_error
@@ -15,6 +15,7 @@ from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw, write_samples
 from genmodels.evaluation.table import UNITS
 from genmodels.models.checkpoint import load_model, write_exported
+from genmodels.report.compare import report_target
 
 
 def run(
@@ -56,7 +57,7 @@ def run(
 def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> list[str]:
     """Write model.safetensors, README.md and samples.png, where there is a picture; their names."""
     model, header = load_model(located(ckpt), device="cpu", trust=trust)
-    spec = model.spec
+    likelihoods, spec = _likelihoods(ckpt), model.spec
     write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
     names = [EXPORTED, "README.md"]
     if spec.text is None and (spec.is_image or spec.mel is not None or spec.event_shape == (2,)):
@@ -64,17 +65,7 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
         drawn.made |= origin(located(ckpt), header)
         write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
-    place = place_of(ckpt)
-    found = place.with_name("report.json" if place.stem in ("best", "model") else f"report_{place.stem}.json")
-    try:
-        report = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else None
-        text = card(model, header, report, licence, to, names)
-    except (ValueError, KeyError, TypeError) as error:
-        if not found.is_file():
-            raise
-        raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
-                         ) from error
-    write_text(folder / "README.md", text)
+    write_text(folder / "README.md", card(model, header, likelihoods, licence, to, names))
     return names
 
 
@@ -83,13 +74,13 @@ def _shown(classes: int | None) -> int:
     return 64 if classes is None or classes > 32 else 4 * classes
 
 
-def card(model, header: dict, report: dict | None, licence: str, to: str | None, names: list[str]) -> str:
+def card(model, header: dict, likelihoods: list[str], licence: str, to: str | None, names: list[str]) -> str:
     """The model card, as the hub reads it: Markdown after a few lines of YAML.
 
     Arguments:
         model: the model.
         header: of its checkpoint.
-        report: of `genmodels evaluate`, None where there is none.
+        likelihoods: lines about them.
         licence: named in the YAML.
         to: the repository.
         names: files next to it, of which samples.png is shown.
@@ -109,16 +100,34 @@ def card(model, header: dict, report: dict | None, licence: str, to: str | None,
     ]
     if "samples.png" in names:
         lines += ["![samples](samples.png)", ""]
-    lines += ["## Likelihood", "", *_likelihoods(report), "", "## Use", "", "```sh", "pip install 'genmodels[hub]'",
+    lines += ["## Likelihood", "", *likelihoods, "", "## Use", "", "```sh", "pip install 'genmodels[hub]'",
               use, f"genmodels evaluate ckpt={name}", "```", "", *(python if model.generates else []),
               f"Written by genmodels {__version__}; the file carries its configuration and a checksum."]
     return "\n".join(lines) + "\n"
 
 
-def _likelihoods(report: dict | None) -> list[str]:
-    """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
-    if report is None:
+def _likelihoods(ckpt: str) -> list[str]:
+    """The report of a checkpoint as a table of Markdown.
+
+    Raises:
+        InputError: for a file that is no report, or one of other weights.
+    """
+    found = report_target(place_of(ckpt), None, several=False)
+    if not found.is_file():
         return ["Not evaluated yet: `genmodels evaluate` states it with its kind and error."]
+    try:
+        report = json.loads(found.read_text(encoding="utf-8"))
+        lines, of = _listed(report), report["checkpoint"]["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
+                         ) from error
+    if of != checkpoint_hash(located(ckpt)):
+        raise InputError(f"{found} is of other weights than {ckpt}: evaluate again, or remove it")
+    return lines
+
+
+def _listed(report: dict) -> list[str]:
+    """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
     rows = ["| value | unit | kind | how |", "|---|---|---|---|"]
     for line in report["likelihood"]:
         unnormalised = line["kind"] == "unnormalised"

@@ -107,7 +107,7 @@ class Point:
             record = {} if folder is None else json.loads((folder / "result.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if record.get("config") != _defining(config):
+        if {"init": None, **record.get("config", {})} != _defining(config):  # records of before lack init
             return None
         from genmodels.training.run import Outcome
 
@@ -116,7 +116,7 @@ class Point:
 
 def _defining(config: dict) -> dict:
     """The settings that define a run, as they are after a round trip through JSON."""
-    parts = ("model", "data", "trainer", "seed")
+    parts = ("model", "data", "trainer", "seed", "init")
     return json.loads(json.dumps({part: config.get(part) for part in parts}, default=str))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -93,10 +94,11 @@ def run(
     steps = options.steps(len(datamodule.train_dataloader()))
     folder, path, lock = _claimed(f"{network.family}-{datamodule.spec.name}", run_dir, resume, options.num_nodes)
     header, changed = ({}, []) if path is None else _resumed(path, network, complete, decided, options, steps)
+    before = os.listdir(folder)
     log, checkpointing = parts.Log(folder / "log.txt"), Checkpointing(folder, checkpoints)
     with ExitStack() as ended, _failures(folder, checkpointing):
         if path is None and is_first():
-            ended.callback(parts.discard_unused, folder)
+            ended.callback(parts.discard_unused, folder, before)
         if lock is not None:
             ended.callback(lock.close)
         ended.callback(log.close)
@@ -160,6 +162,8 @@ def run(
         every = options.validate_every_n_steps
         validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
         if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
+            # Its row is that of the last step, as of validations between steps.
+            lightning.fit_loop.epoch_loop._batches_that_stepped = max(0, lightning.global_step - 1)
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
         parts.conclude(network, folder, *_since(*start), speed.line(lightning))
         return Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))

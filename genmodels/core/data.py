@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -205,6 +205,30 @@ class DataSpec:
             (True, False)
         """
         return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
+
+    def classes_named(self, cond: Any) -> list[int]:
+        """The numbers of classes given by number or name, one or several; of all for None.
+
+        Example:
+            >>> DataSpec("pets", (3,), num_classes=2, class_names=("cat", "dog")).classes_named(["dog", 0])
+            [1, 0]
+
+        Raises:
+            InputError: for a class that does not exist.
+        """
+        cond = cond.tolist() if hasattr(cond, "tolist") else cond
+        one = isinstance(cond, str) or not isinstance(cond, Iterable)
+        wanted = list(range(self.num_classes)) if cond is None else [cond] if one else list(cond)
+        if not wanted:
+            raise InputError("cond=[] names no class: leave cond out for every class in turn")
+        names = [str(name) for name in self.class_names]
+        wanted = [c.item() if hasattr(c, "item") else c for c in wanted]  # scalars of NumPy and PyTorch
+        wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
+        for c in wanted:
+            if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < self.num_classes:
+                listed = f" or one of {', '.join(names)}" if names else ""
+                raise InputError(f"cond: class {c!r} does not exist, classes are 0..{self.num_classes - 1}{listed}")
+        return wanted
 
     def require(self, family: str, *, text: bool, source: bool) -> None:
         """Raise an InputError for data with texts, or with another data set as source, if a family takes none."""

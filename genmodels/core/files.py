@@ -216,14 +216,14 @@ def found_at(config: Any, path: str) -> tuple | None:
     return (config,)
 
 
-def check_writable(key: str, target: Path) -> None:
-    """Check before any work is done whether a file can be written; nothing is left behind.
+def check_writable(key: str, target: Path, *, several: bool = False) -> None:
+    """Check before any work is done whether a file, or `several` in a folder, can be written; nothing is left behind.
 
     Raises:
-        InputError: if the target is a folder, or one of its folders is a file.
+        InputError: if the target of a file is a folder, or one of its folders is a file.
         RunError: if the folder cannot be written, or the disk is full.
     """
-    if target.suffix and target.is_dir():
+    if target.suffix and target.is_dir() and not several:
         raise InputError(f"{key}={target} is a folder: name a file in it")
     folder = target if target.is_dir() else target.parent
     try:

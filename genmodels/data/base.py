@@ -17,6 +17,16 @@ from genmodels.core.processes import rank_world
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 
 SPLITS = ("train", "val", "test")
+
+
+def items_of(split: str) -> str:
+    """The items of a split in words.
+
+    Example:
+        >>> items_of("test"), items_of("train")
+        ('test items', 'training items')
+    """
+    return f"{ {'train': 'training', 'val': 'validation'}.get(split, split)} items"
 _EXAMINED = 20_000  # items that are checked for constant columns and copies
 _CONSTANT = "is constant"
 _FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
@@ -88,6 +98,8 @@ class DataModule(OfLightning):
     _lightning = "LightningDataModule"
     name: str = ""
     flip: bool = False
+    #: Whether `seed` draws the items themselves, and not only which of them are held out.
+    draws_items: bool = False
 
     def __init__(self, *, batch_size: int, num_workers: int, seed: int):
         super().__init__()

@@ -401,6 +401,7 @@ class Toy(DataModule):
     """
 
     name = "toy"
+    draws_items = True
 
     def __init__(
         self,

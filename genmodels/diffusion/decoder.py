@@ -35,7 +35,7 @@ def to_levels(x: Tensor, levels: int) -> Tensor:
 class Decoder(Protocol):
     """`log_prob(x, mean, scale)`: the log-probability of each scalar of x, all in the model's units, same shapes.
 
-    `finest_log_snr` is where less noise changes nothing more: for integers where the noise is smaller than the distance
+    `finest_log_snr` is where less noise changes nothing more: for integers where the noise is a quarter of the distance
     between levels.
     """
 

@@ -62,7 +62,9 @@ class OnPath(AtAnyTime):
         self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        return self.denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
+        # No network knows more noise than it was trained with: there it is asked at its noisiest level.
+        most = self.denoiser.schedule.end_points[1]
+        return self.denoiser.at_log_snr(x, log_snr.clamp(min=most), cond, mask, estimate)
 
 
 class Denoiser(AtAnyTime):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -375,7 +376,9 @@ class MeanFlow(FlowMapMatching):
         def u(x: Tensor, at: Tensor) -> Tensor:
             return denoiser.mean_velocity(x, at, s, cond, mask)
 
-        with sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        # On a CPU group norms under autocast have derivatives of another precision than their values.
+        whole = nullcontext() if x_t.is_cuda else torch.autocast(x_t.device.type, enabled=False)
+        with whole, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
             _, rate = jvp(u, (x_t, t), (velocity, torch.ones_like(t)))
         return velocity - expand(t - s, x_t) * rate
 

@@ -60,8 +60,8 @@ class Elbo:
     def steps(self, schedule: Path) -> Tensor:
         """Times t_0 < ... < t_K = 1, evenly spaced, of the objectives that draw steps; (T,) float64.
 
-        A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise becomes smaller than the
-        distance between levels, log SNR = 2 log(2 (L - 1)): below, the integers are certain and further steps only
+        A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise is a quarter of the distance
+        between levels, log SNR = 2 log(2 (L - 1)): below, the integers are certain and further steps only
         loosen the bound. Every t_0 yields a bound; this one is near the tightest. It is 0 where the schedule always has
         more noise.
         """
@@ -108,9 +108,11 @@ class Elbo:
 
         Errors: another bound, or more draws than terms.
         """
-        if draws is not None and not 1 <= draws < self.num_steps:
-            raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
         one_of("bound", bound, ("discrete", "continuous"))
+        if draws is not None:
+            at_least(1, draws=draws)
+            if bound == "discrete" and draws >= self.num_steps:
+                raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
         times = times.to(x0.device)
         edges = denoiser.schedule.log_snr(times).detach()
         given = {"cond": cond, "mask": mask, "chunk": rows}

@@ -363,6 +363,9 @@ class Continuous(Objective):
         mask: Tensor | None,
     ) -> ObjectiveOutput:
         schedule, first = denoiser.schedule, float(self.times[0])
+        if first and is_learned(schedule):  # the time of a fixed noise level, which training would else make noisier
+            finest = torch.tensor(self.decoder.finest_log_snr, dtype=torch.float64)
+            first = float(schedule.time_of(finest).detach())
         ends = check_grid(schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device).detach()
         t = first + (1 - first) * u
         log_snr, rate = schedule.log_snr(t), schedule.log_snr_rate(t)

@@ -207,7 +207,7 @@ class NoiseConditionalScore(nn.Module):
     """The scores of the data with noise N(0, sigma^2), for every sigma, by one network.
 
     Arguments:
-        network: maps `(x, sigma (B,), cond)` to a tensor like x, as `genmodels.models.score.VarianceExplodingScore`.
+        network: maps `(x, sigma (B,), cond)` to a tensor like x.
 
     Example:
         >>> def network(x, sigma, cond=None):  # the exact one of a point mass at zero

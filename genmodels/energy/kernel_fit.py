@@ -16,6 +16,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError
 from genmodels.core.processes import averaged
 from genmodels.core.random import Generator, KeyedGenerator, child, normal
+from genmodels.core.tensors import wide
 from genmodels.energy.denoising import DenoisingScoreMatching
 from genmodels.energy.function import EnergyFunction, log_density_of
 from genmodels.energy.losses import (
@@ -117,7 +118,8 @@ class DeepKernelLoss:
 
 def design(network: DeepKernelEnergy, x: Tensor, loss: Loss, generator: Generator) -> Design:
     """The quadratic form of a loss in alpha, mean over x (B, D); see the docstring of this module."""
-    return _design_of(loss)(network, x, loss, generator)
+    with torch.autocast(x.device.type, enabled=False):
+        return _design_of(loss)(network, wide(x), loss, generator)
 
 
 def _exact(network: DeepKernelEnergy, x: Tensor, loss: ExactScoreMatching, generator: Generator) -> Design:

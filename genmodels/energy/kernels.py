@@ -17,6 +17,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, check_temperature
 from genmodels.core.random import Generator, at_step, normal, uniform
+from genmodels.core.tensors import hide
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction
 
 #: A proposal that raises the energy by more than this counts as a divergence of the integrator.
@@ -319,7 +320,7 @@ def annealed_langevin(
 def predictor_corrector(
     model: NoiseConditionalScore, shape, sigmas: Sequence[float], generator: Generator, *, snr: float = 0.16,
     corrector_steps: int = 1, denoise: bool = True, start: Tensor | None = None, cond: Tensor | None = None,
-    dtype=torch.float32, device=None, callback: Callback | None = None,
+    mask: Tensor | None = None, dtype=torch.float32, device=None, callback: Callback | None = None,
 ) -> Tensor:
     """A step of the reverse diffusion between noise levels, then Langevin steps at the new level.
 
@@ -337,6 +338,7 @@ def predictor_corrector(
         corrector_steps: corrections at each level; 0 is the predictor alone.
         denoise: whether to end with the posterior mean of the clean data given x.
         start: (B, *event) in place of N(0, sigma_1^2).
+        mask: (B, 1, T), of the valid frames, whose noise and scores alone decide h.
         callback: called after each level as callback(number from 0, x).
 
     Errors: InputError for levels that do not decrease.
@@ -356,7 +358,7 @@ def predictor_corrector(
             gap = sigma**2 - smaller**2
             x = x + gap * _score(model, x, sigma, cond) + gap**0.5 * noise_like(x, keyed)
             for _ in range(corrector_steps):
-                score, noise = _score(model, x, smaller, cond), noise_like(x, keyed)
+                score, noise = _score(model, x, smaller, cond), hide(noise_like(x, keyed), mask)
                 ratio = _length(noise) / _length(score)
                 h = (snr * ratio).square().clamp(max=smaller**2)
                 x = x + h * score + (2 * h).sqrt() * noise

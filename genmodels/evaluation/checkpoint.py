@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 from genmodels import __version__
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, check_number, check_temperature
+from genmodels.core.errors import InputError, RunError, check_number, check_temperature
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
@@ -209,6 +209,7 @@ class Opened:
         datamodule: the data.
         request: the settings.
         items: number of items evaluated.
+        sha256: of the checkpoint's content.
     """
 
     path: Path
@@ -217,6 +218,7 @@ class Opened:
     datamodule: DataModule
     request: Request
     items: int
+    sha256: str = ""
 
     @classmethod
     def open(cls, path: Path, request: Request, held: dict | None = None) -> Opened:
@@ -224,7 +226,10 @@ class Opened:
         from genmodels.models.build import build
         from genmodels.models.checkpoint import data_options, load_model
 
+        sha256 = checkpoint_hash(path)
         model, header = load_model(path, device=request.device, trust=request.trust)
+        if checkpoint_hash(path) != sha256:
+            raise RunError(f"{path} was replaced while it was read: evaluate again")
         node = data_options(header, path)
         held, node = {} if held is None else held, {**node, **request.data}
         key = repr(sorted(node.items()))
@@ -232,12 +237,15 @@ class Opened:
             held[key] = build(node, trust=request.trust).prepare()
         datamodule = held[key]
         fits(model, datamodule.spec)
+        _require_same_division(datamodule, data_options(header, path), request.data)
+        # Of the data that are evaluated, which `data.*` may have changed.
+        model.spec = replace(model.spec, name=datamodule.spec.name, entropy=datamodule.spec.entropy)
         limit = request.limit
         if limit is None:
             limit = (header["config"].get("trainer") or {}).get("limit_evaluation")
         size = len(datamodule.split(request.split))
         items = size if limit in (None, "all") else min(limit, size)
-        return cls(path, model, header, datamodule, request, items)
+        return cls(path, model, header, datamodule, request, items, sha256)
 
     @property
     def spec(self) -> DataSpec:
@@ -288,6 +296,16 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
                          f"{model.num_classes} classes: give labelled data of these classes")
 
 
+def _require_same_division(datamodule: DataModule, trained: dict, asked: dict) -> None:
+    """Raise an InputError for an option that would hold out items that the model was trained on."""
+    if datamodule.draws_items or "file" in asked:
+        return
+    for key in ("seed", "val_fraction", "test_fraction"):
+        if key in asked and asked[key] != trained.get(key, asked[key]):
+            raise InputError(f"data.{key}={asked[key]} divides {datamodule.spec.name} anew and would hold out items "
+                             f"that the model was trained on (data.{key}={trained[key]}): leave it out")
+
+
 class EvaluationState:
     """A checkpoint under evaluation, and its results so far.
 
@@ -305,7 +323,7 @@ class EvaluationState:
     def __init__(self, opened: Opened, cache: Cache, shared: dict, ranks: Ranks):
         self.opened, self.cache, self.shared, self.ranks = opened, cache, shared, ranks
         ranks.members.append(self)
-        self.sha256 = checkpoint_hash(opened.path)
+        self.sha256 = opened.sha256
         self.arrays: dict[str, Tensor] = {}
         self.report = self._head()
 

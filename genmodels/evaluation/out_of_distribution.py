@@ -277,7 +277,7 @@ class OtherDataStage:
                 less_complexity(nats, data.items(self.state.request.split, torch.arange(len(nats))).x, spec.levels)
                 for nats, data in ((inside, self.state.opened.datamodule), (outside, other))))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
-        others += [] if len(inside) > 1 else ["no typicality, which needs two test items"]
+        others += [] if len(inside) > 1 else ["no typicality, which needs two items"]
         said = "; ".join([sentence(name, area, error, found.kind, self.state.request.split), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 

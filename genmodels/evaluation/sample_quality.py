@@ -287,6 +287,8 @@ class FidelityStage:
             return 0, None
         if opened.spec.encoding is not None:
             return _SHOWN, "no network of features is for text: compare models of text by their likelihood"
+        if request.split == "train":
+            return _SHOWN, "they are compared with held-out items: split=test or split=val"
         dims, items = dims_of(opened.spec, request.features), opened.items
         if request.samples == "auto":
             items = self._matched(items)
@@ -413,7 +415,7 @@ class FidelityStage:
         opened, request = self.state.opened, self.state.request
         for key in request.sweeps:
             dims = dims_of(opened.spec, request.features)
-            if opened.spec.encoding is not None:
+            if opened.spec.encoding is not None or request.split == "train":
                 self.state.report.warnings.append(f"no sweep over {key}: {self._count()[1]}")
                 continue
             n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items)), dims, request.force)

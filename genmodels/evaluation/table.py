@@ -12,6 +12,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import with_error
+from genmodels.data.base import items_of
 from genmodels.evaluation.report import DataFacts, Fidelity, LikelihoodLine, Reference, Report, Scale, Skipped
 from genmodels.evaluation.speech import audit_notes, speech_notes, spoken_at_notes, transcription_note
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
@@ -224,7 +225,8 @@ def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, T
 
 
 def _tied(first: tuple, second: tuple, arrays: Sequence[Mapping[str, Tensor]]) -> bool:
-    difference, error = paired(*(arrays[m][line.values] for m, _, line in (first, second)))
+    difference, error = paired(*(arrays[m][line.values] for m, _, line in (first, second)),
+                               arrays[first[0]].get(f"dims_of_{first[2].values}"))
     scale = _scale(first[2])
     shared = [(line.se_log_z or 0.0) for _, _, line in (first, second)]
     return abs(difference) / scale <= 2 * math.hypot(error / scale, *shared)
@@ -235,8 +237,10 @@ def _scale(line: LikelihoodLine) -> float:
     return 1.0 if line.unit == "nats" or not line.value else -line.mean_nats / line.value
 
 
-def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
+def paired(first: Tensor, second: Tensor, dims: Tensor | None = None) -> tuple[float, float]:
     """The mean difference of two models on the same items and its standard error, std(d) / sqrt(N).
+
+    For items of unlike `dims`, valued by sum(nats) / sum(dims), it is the error of that ratio times the mean of dims.
 
     Example:
         >>> a, b = torch.tensor([3.1, 3.3, 3.6]).double(), torch.tensor([3.0, 3.25, 3.4]).double()
@@ -244,7 +248,8 @@ def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
         [0.116667, 0.044096]
     """
     difference = torch.as_tensor(first).double() - torch.as_tensor(second).double()
-    return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
+    rest = difference if dims is None else difference - dims.double() * (difference.sum() / dims.double().sum())
+    return float(difference.mean()), math.inf if len(rest) < 2 else float(rest.std() / math.sqrt(len(rest)))
 
 
 def conclusions(lines: list, reports: list[Report]) -> list[str]:
@@ -403,8 +408,8 @@ def _on_model(report: Report) -> list[str]:
         notes.append(f"class of the samples found right: {classes['accuracy']:.1%} {_range(classes['interval'])}{real}")
     classes = getattr(fidelity, "likelihood_accuracy", None)
     if classes is not None:
-        notes.append(f"class of test items by p(y|x): {classes['accuracy']:.1%} of {classes['n']} right "
-                     f"{_range(classes['interval'])}")
+        notes.append(f"class of {items_of(report.data.split)} by p(y|x): {classes['accuracy']:.1%} of "
+                     f"{classes['n']} right {_range(classes['interval'])}")
     if sampling:
         latency = sampling.latency
         peak = sampling.peak_memory

@@ -237,23 +237,11 @@ class GenerativeModel(OfLightning, nn.Module):
         Raises:
             InputError: when a class is out of range, or the model takes no classes.
         """
-        classes = self.num_classes
-        if classes is None:
+        if self.num_classes is None:
             if cond is not None:
                 raise InputError("this model is unconditional: leave cond out")
             return None
-        cond = cond.tolist() if hasattr(cond, "tolist") else cond
-        one = isinstance(cond, str) or not isinstance(cond, Iterable)
-        wanted = list(range(classes)) if cond is None else [cond] if one else list(cond)
-        if not wanted:
-            raise InputError("cond=[] names no class: leave cond out for every class in turn")
-        names = [str(name) for name in self.spec.class_names]
-        wanted = [c.item() if hasattr(c, "item") else c for c in wanted]  # scalars of NumPy and PyTorch
-        wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
-        for c in wanted:
-            if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < classes:
-                listed = f" or one of {', '.join(names)}" if names else ""
-                raise InputError(f"cond: class {c!r} does not exist, classes are 0..{classes - 1}{listed}")
+        wanted = self.spec.classes_named(cond)
         return torch.tensor(wanted, device=self.device)[index.to(self.device) % len(wanted)]
 
     @property
@@ -272,7 +260,13 @@ class GenerativeModel(OfLightning, nn.Module):
         return {"weights": str(weights)} | ({"given": "class"} if of_class else {})
 
     def _cond(self, batch: Batch) -> Tensor | None:
+        self.require_class(batch.cond)
         return batch.cond if self.conditional else None
+
+    def require_class(self, cond: object) -> None:
+        """Raise InputError for no class where training always gave it."""
+        if cond is None and self.conditional and not self.has_null_class:
+            raise InputError("this model was trained with cond_drop=0 and knows no item without a class: give cond")
 
     def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
         """Called in a subclass' constructor: condition on the class where the data have classes.

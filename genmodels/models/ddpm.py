@@ -117,7 +117,7 @@ class EnergyDDPM(DiffusionModel):
     """An energy-based model at every noise level of a diffusion, by denoising score matching.
 
         x_t = alpha_t x_0 + sigma_t eps,   E(x_t, t) = 1/2 |x_t|^2 + (alpha_t/sigma_t) sum x_t f(x_t, t),   f a U-Net
-        loss = E |v - grad sum x_t f|^2 = E |eps + sigma_t grad E|^2 / alpha_t^2,   v = alpha_t eps - sigma_t x_0
+        loss = E |v - grad sum x_t f|^2 = E |eps - sigma_t grad E|^2 / alpha_t^2,   v = alpha_t eps - sigma_t x_0
 
     A diffusion model whose scores are gradients: samplers, guidance, edits, the bound and the probability flow are
     those of `DDPM`. The energies of different noise levels have unrelated constants, so that the bound uses scores
@@ -221,15 +221,10 @@ class EnergyDDPM(DiffusionModel):
             InputError: for a level that is not on the schedule, labels that do not exist or are missing, weights that
                 are not kept.
         """
-        self._require_class(batch.cond)
         if self.conditional and batch.cond is not None:
             batch = replace(batch, cond=self._labels_of(batch))
         alpha, _ = alpha_sigma(torch.tensor(log_snr, dtype=torch.float64))
         return self.level(log_snr, weights).energy(float(alpha) * self._entered(batch), self._cond(batch))
-
-    def _require_class(self, cond) -> None:
-        if cond is None and self.conditional and not self.has_null_class:
-            raise InputError("this model was trained with cond_drop=0 and so has no energy without a class: give cond")
 
     def _labels_of(self, batch: Batch) -> Tensor:
         """The classes of items; the number of classes stands for none, where the model has learned that."""
@@ -264,7 +259,7 @@ class EnergyDDPM(DiffusionModel):
         """
         if chains < 2:
             raise InputError(f"chains = {chains} must be at least 2")
-        self._require_class(cond)
+        self.require_class(cond)
         keyed = KeyedGenerator(seed, torch.arange(chains, device=self.device), "log Z")
         labels = None if cond is None else self.labels(cond, keyed.index)
         if labels is not None and bool((labels != labels[0]).any()):

@@ -124,7 +124,6 @@ class EnergyModel(ScoreMatched):
         self.register_buffer("fit_rows", torch.zeros(rows))
         self.register_buffer("fit_count", torch.zeros((), dtype=torch.int64))
         self._forget()
-        self.register_load_state_dict_post_hook(lambda model, _: model._forget())
         self.finish_setup(optimizer, ema_decay)
 
     def _objective(self, name: str, options: dict):
@@ -158,6 +157,7 @@ class EnergyModel(ScoreMatched):
         self.covariance.copy_(covariance_of(z))
         if self.kind == "deep_kernel":
             self._take_points(z)
+        self._forget()
 
     def _take_points(self, z: Tensor) -> None:
         """Choose the inducing points and the rows for fitting the last weights, spread evenly over the data."""
@@ -175,12 +175,16 @@ class EnergyModel(ScoreMatched):
     def weights(self, which: str | float = "ema") -> nn.Module:
         """The core with averaged or raw weights; the last weights of a deep kernel are fitted at their first use."""
         core = super().weights(which)
-        if self.kind == "deep_kernel" and self._settled.get(which) != self.batches_seen:
+        if self.kind == "deep_kernel" and self._settled.get(which) != self._version(core):
             rows = self.fit_rows[: int(self.fit_count)]
             noise = KeyedGenerator(self.seed, torch.arange(len(rows), device=rows.device), "fit")
             core.fit(rows, self.objective.loss, noise)
-            self._settled[which] = self.batches_seen
+            self._settled[which] = self._version(core)
         return core
+
+    def _version(self, core: nn.Module) -> tuple[int, int]:
+        """Another value after every change of the weights, by training or in place."""
+        return self.batches_seen, sum(0 if p.is_inference() else p._version for p in core.parameters())
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The loss in units of z; a deep kernel is evaluated on the second half of the batch."""
@@ -218,7 +222,7 @@ class EnergyModel(ScoreMatched):
             return Normaliser.missing("without confinement exp(-E) may have no finite integral")
         if method == "quadrature" and self.spec.dims > 2:
             raise InputError(f"normaliser=quadrature is for one or two dimensions, not {self.spec.dims}: use ais")
-        key = (weights, method, self.batches_seen, *((seed, chains, steps) if method == "ais" else ()))
+        key = (weights, method, self._version(core), *((seed, chains, steps) if method == "ais" else ()))
         if key not in self._normalisers:
             if method == "quadrature":
                 found = by_quadrature(core, self.spec.dims)
@@ -290,10 +294,11 @@ class EnergyModel(ScoreMatched):
         self.labels(options.cond, torch.zeros(1, dtype=torch.int64))
         own = {"steps": options.steps, "step_size": options.step_size,
                "inverse_temperature": options.inverse_temperature}
-        key = (options.weights, self.batches_seen, options.seed, options.sampler, *own.values())
+        core = self.weights(options.weights)
+        key = (options.weights, self._version(core), options.seed, options.sampler, *own.values())
         if key not in self._samplers:
             base = base_of(self.mean, self.covariance)
-            self._samplers = {key: Sampler(self.weights(options.weights), base, name=options.sampler, **own)}
+            self._samplers = {key: Sampler(core, base, name=options.sampler, **own)}
         chosen = self._samplers[key]
         seen = Trajectory(options.path, chosen.steps, options.progress)
         noise = KeyedGenerator(options.seed, index, "sample")

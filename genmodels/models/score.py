@@ -27,6 +27,7 @@ from genmodels.diffusion import (
 from genmodels.energy import NoiseConditionalScore, annealed_langevin, largest_distance, predictor_corrector
 from genmodels.models.diffusion import DiffusionModel
 from genmodels.models.energy_sampling import check_tempering
+from genmodels.models.mels import frames_of, silent_beyond
 from genmodels.plots.images import picture_of_fields
 
 
@@ -45,7 +46,7 @@ SAMPLERS = {
     "annealed_langevin": _LevelSampler(annealed_langevin, 40),
 }
 _FEW = 16  # dimensions up to which the corrector is left out: norms of scores vary too much there
-_LANGEVIN_OPTIONS = ("sampler", "steps", "path", "progress")
+_LANGEVIN_OPTIONS = ("sampler", "steps", "lengths", "path", "progress")
 _STEPS = 100  # of the default sampler
 
 
@@ -71,11 +72,12 @@ def sample_levels(
     steps: int,
     inverse_temperature: float = 1.0,
     cond: Tensor | None = None,
+    mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     callback: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, int]:
-    """(samples like `shape`, evaluations of the network), by `steps` levels that fall geometrically.
+    """(samples like `shape`, evaluations of the network for each), by `steps` levels that fall geometrically.
 
     The last step is to the mean of the clean data given the last point; `callback(number, x)` is called `steps` times.
 
@@ -85,7 +87,7 @@ def sample_levels(
         >>> x, evaluations = sample_levels(exact, (2, 1), 4.0, 0.1, keyed, sampler="annealed_langevin", steps=5,
         ...                              callback=lambda done, x: None)
         >>> [round(value, 4) for value in x.flatten().tolist()], evaluations
-        ([3.0, 3.0], 102)
+        ([3.0, 3.0], 51)
     """
     walk = SAMPLERS[sampler]
     sigmas = torch.logspace(0, 1, steps, base=smallest / largest, dtype=torch.float64).mul(largest).tolist()
@@ -94,7 +96,7 @@ def sample_levels(
         evaluations = steps * _EACH + 1
     else:
         corrections = 0 if torch.Size(shape[1:]).numel() <= _FEW else 1
-        options = {"corrector_steps": corrections}
+        options = {"corrector_steps": corrections, "mask": mask}
         evaluations = (steps - 1) * (1 + corrections) + 1
     z = walk.function(
         _Tempered(model, inverse_temperature), shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype,
@@ -103,7 +105,7 @@ def sample_levels(
     last = torch.full((len(z),), sigmas[-1], dtype=z.dtype, device=z.device)
     z = z + sigmas[-1] ** 2 * model.score_at(z, last, cond)
     callback(steps - 1, z)
-    return z, evaluations * len(z)
+    return z, evaluations
 
 
 class VarianceExplodingScore(NoiseConditionalScore):
@@ -152,7 +154,10 @@ class NoiseLevelSchedule(LinearLogSnrSchedule):
     def __init__(self, *, smallest: float, largest: float):
         super().__init__(log_snr_max=-2 * math.log(smallest), log_snr_min=-2 * math.log(largest))
         self.register_buffer("largest", torch.tensor(float(largest)))
-        self.register_load_state_dict_post_hook(lambda schedule, _: schedule.reach(float(schedule.largest)))
+
+    def _load_from_state_dict(self, *arguments) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.reach(float(self.largest))
 
     def reach(self, largest: float) -> None:
         """Change the largest noise level."""
@@ -238,9 +243,10 @@ class ScoreModel(DiffusionModel):
         (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps at each). An `inverse_temperature`
         multiplies the score at every level; `annealed_langevin` then aims at p^beta.
         """
-        if options.sampler is None:
+        if options.sampler is None and options.known is None:
             options = options.with_default(sampler="ddpm", steps=min(_STEPS, self.num_steps))
-        one_of("sampler", options.sampler, self.samplers)
+        if options.sampler is not None:
+            one_of("sampler", options.sampler, self.samplers)
         if options.sampler not in SAMPLERS:
             if options.inverse_temperature != 1:
                 raise InputError(f"inverse_temperature is an option of {' and '.join(SAMPLERS)}: give sampler=")
@@ -255,20 +261,22 @@ class ScoreModel(DiffusionModel):
         if options.steps < 2:
             raise InputError(f"steps must be at least 2, the number of noise levels, got {options.steps}")
         labels, core = self.labels(options.cond, index), self.weights(options.weights)
+        mask = frames_of(options.lengths, index, self.spec)
         seen = Trajectory(options.path, options.steps, options.progress)
         z, evaluations = sample_levels(
-            VarianceExplodingScore(core), (options.n, *self.spec.event_shape), float(core.schedule.largest),
+            VarianceExplodingScore(core, mask), (options.n, *self.spec.event_shape), float(core.schedule.largest),
             self.hparams["smallest"], KeyedGenerator(options.seed, index, "sample"), sampler=options.sampler,
-            steps=options.steps, inverse_temperature=options.inverse_temperature, cond=labels,
+            steps=options.steps, inverse_temperature=options.inverse_temperature, cond=labels, mask=mask,
             dtype=self.location.dtype, device=self.device, callback=lambda done, z: seen(done, lambda: self.decode(z)),
         )
         made = {"sampler": options.sampler, "steps": options.steps, "evaluations": evaluations, "seed": options.seed,
                 "weights": str(options.weights), "inverse_temperature": options.inverse_temperature}
-        return Samples(self.decode(z), labels, index, made, seen.kept)
+        return Samples(silent_beyond(self.decode(z), mask, self.spec), labels, index, made, seen.kept, mask=mask)
 
     def pictures(self) -> dict[str, Image.Image]:
         """For data in the plane: the score at the smallest noise level, and the exact score if it is known."""
-        if self.spec.event_shape != (2,) or self.spec.levels is not None:
+        needs_class = self.conditional and not self.has_null_class
+        if self.spec.event_shape != (2,) or self.spec.levels is not None or needs_class:
             return {}
         level = VarianceExplodingScore(self.weights()).at(self.hparams["smallest"])
 

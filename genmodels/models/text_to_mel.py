@@ -165,9 +165,9 @@ class MelEnergy(MelDiffusion):
 
         u = y - m as for `MelDDPM`,   u_t = alpha_t u + sigma_t eps
         E(u_t, t | m) = 1/2 |u_t|^2 + (alpha_t/sigma_t) sum u_t f(u_t, t, m),    f a U-Net
-        loss = |eps + sigma_t grad E(u_t, t | m)|^2 - sum P A* / (80 T) + mean (log d - log d_A*)^2
+        loss = |eps - sigma_t grad E(u_t, t | m)|^2 / alpha_t^2 - sum P A* / (80 T) + mean (log d - log d_A*)^2
 
-    The first term is denoising score matching at the noise levels of the schedule, weighted by their variance; the
+    The first term is denoising score matching at the noise levels of the schedule, the error of v; the
     others are those of all aligned models of texts. The energies of different levels have unrelated constants, so that
     E alone gives no likelihood. Reported is the bound of the reverse diffusion with these scores:
 

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -181,7 +180,7 @@ class Comparison:
 
 
 def compare(
-    paths: list[Path], request: Request, ranks: Ranks, *, several: bool, failures: dict[str, str]
+    paths: list[Path], request: Request, ranks: Ranks, *, several: bool, failures: dict[str, str], command: str = "",
 ) -> Comparison | None:
     """Evaluate checkpoints and write their table; None in other processes than the first.
 
@@ -191,6 +190,7 @@ def compare(
         ranks: the processes of this command, of which the first writes.
         several: whether more than one checkpoint was named.
         failures: path and message of those that are broken.
+        command: that repeats it.
 
     Raises:
         InputError, RunError: when nothing can be evaluated.
@@ -230,17 +230,17 @@ def compare(
             first = first or error
             failures[path] = str(error)
             continue
+        lines += _write(evaluation, target)
         done.append((evaluation, target))
     if not done:
         messages = dict.fromkeys(failures.values())
         raise first if len(messages) == 1 else RunError("; ".join(messages))
-    for evaluation, target in done:
-        lines += _write(evaluation, target)
+    for evaluation, _ in done:
         options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
         log_evaluation(evaluation.opened.path.parent, options, plain(evaluation.report))
     table = make_table(
         [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=request.rank,
-        command=_command(), failures=list(failures.items()),
+        command=command, failures=list(failures.items()),
     )
     lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
@@ -291,7 +291,7 @@ def write_report(report: Any, target: Path) -> None:
 
 def _write(evaluation: Evaluation, target: Path) -> list[str]:
     """Write a report with its arrays and pictures; returns lines for the user."""
-    lines = _keep_fuller(target, set(evaluation.report.seconds))
+    lines = _keep_fuller(target, set(evaluation.report.seconds), evaluation.report.data.item_hash)
     evaluation.report.arrays = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
     write_report(evaluation.report, target)
@@ -302,21 +302,38 @@ def _write(evaluation: Evaluation, target: Path) -> list[str]:
     return lines
 
 
-def _keep_fuller(target: Path, stages: set[str]) -> list[str]:
-    """Rename an earlier report, with its arrays and page, if it has stages that the new one lacks."""
-    try:
-        held = json.loads(target.read_text(encoding="utf-8"))
-        further = set(held["seconds"]) - stages
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # no file, or not a report
-    if not further:
+def _keep_fuller(target: Path, stages: set[str], items: str) -> list[str]:
+    """Rename an earlier report, with its arrays and page, if it has other items, or stages that the new one lacks.
+
+    It takes the place of a report kept before only if that is of the same items and has no further stages.
+    """
+    held = _held(target)
+    if held is None or not (further := _lacking(held, stages, items)):
         return []
-    aside = target.with_stem(f"{target.stem}_before")
+    aside, number = target.with_stem(f"{target.stem}_before"), 2
+    while (kept := _held(aside)) is not None and _lacking(kept, set(held["seconds"]), held["data"]["item_hash"]):
+        aside, number = target.with_stem(f"{target.stem}_before{number}"), number + 1
     write_report(held | {"arrays": arrays_target(aside).name}, aside)
     for suffix in (arrays_target(target).suffix, ".html"):
         if target.with_suffix(suffix).exists():
             target.with_suffix(suffix).replace(aside.with_suffix(suffix))
-    return [f"{target} held {', '.join(sorted(further))} too: kept as {aside.name}"]
+    return [f"{target} held {further}: kept as {aside.name}"]
+
+
+def _held(target: Path) -> dict | None:
+    """The content of a report; None without one."""
+    try:
+        held = json.loads(target.read_text(encoding="utf-8"))
+        return held if {*held["seconds"]} and held["data"]["item_hash"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _lacking(held: dict, stages: set[str], items: str) -> str:
+    """What a report holds and one of these stages and items does not, in words; empty for nothing."""
+    further = sorted(set(held["seconds"]) - stages)
+    return "results of other items" if held["data"]["item_hash"] != items else (
+        f"{', '.join(further)} too" if further else "")
 
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
@@ -336,12 +353,6 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
         if target.suffix != ".json":
             raise InputError(f"out={target}: the report of one checkpoint is a file, end it in .json")
     return targets
-
-
-def _command() -> str:
-    """The command line, to repeat it."""
-    words = [word for word in sys.argv[1:] if word != "evaluate"]
-    return "python evaluate.py " + " ".join(shlex.quote(word) for word in words)
 
 
 def as_text(table: Table) -> str:

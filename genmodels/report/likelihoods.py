@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from genmodels.data.base import items_of
 from genmodels.evaluation.report import Item, LikelihoodLine, Reference
 from genmodels.evaluation.table import SCORES, UNITS, Table
 from genmodels.report.figures import Field, Figure, Rule, Series, figure
@@ -93,7 +94,7 @@ def histograms(models: list[Model], references: list[Reference]) -> list[Text | 
                           "it smaller.") for model, line, _ in hidden]
     drawn = [one for one in lines if one[1].single.shown]
     for (kind, unit), some in grouped(drawn, lambda one: (one[1].kind, UNITS[one[1].unit])).items():
-        costs = [model.per_item(nats)[0] for model, _, nats in some]
+        costs = [model.costs(line) for model, line, _ in some]
         names = [_name(model, line) for model, line, _ in some]
         noises = [f"{name}: {noise_of(line)}." for name, (_, line, _) in zip(names, some, strict=True)
                   if line.single.noise]
@@ -171,13 +172,13 @@ def _items(model: Model, which: str, entries: list[Item]) -> Pictures:
     line = model.report.likelihood[model.report.items.line]
     if line.kind == "unnormalised":
         unit = "nats up to a constant"
-    shown = []
+    shown, own = [], items_of(model.report.data.split)
     for k, entry in enumerate(entries):
         words = f"item {entry.index}: {with_error(float(costs[k]), float(errors[k]) or None, 3)}"
         if not pictures and x is not None and k < len(x) and x[k].size <= 4:
             words += " at (" + ", ".join(f"{v:.2f}" for v in np.ravel(x[k])) + ")"
         shown.append((address(pictures[k]) if k < len(pictures) else None,
-                      f"{which} likely item number {k + 1}, test item {entry.index}", words))
+                      f"{which} likely item number {k + 1}, {own[:-1]} {entry.index}", words))
     return Pictures(f"{which} likely ({unit}{f', {line.label}' if line.label else ''})", shown)
 
 
@@ -225,16 +226,17 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
             if found.auroc is not None:
                 title += f", AUROC {found.auroc:.3f}"
             line = next(iter(model.report.likelihood), None)  # the line that other data are evaluated by
-            noise = "" if line is None or line.single.noise == 0 else f"Of the test items {noise_of(line)}. "
+            split = model.report.data.split
+            noise = "" if line is None or line.single.noise == 0 else f"Of the {items_of(split)} {noise_of(line)}. "
             noise += f"{KINDS[found.kind][1]}."
-            shown = histogram([f"{own} (test)", name], values, title, f"{unit} of an item (left: more likely)",
+            shown = histogram([f"{own} ({split})", name], values, title, f"{unit} of an item (left: more likely)",
                               noise=noise)
             galleries.append(Gallery([shown, *_likely(model, k, name)]))
     if not rows:
         return []
     columns = ["model", "kind", "likelihood", "AUROC", *(f"AUROC {name}" for name in SCORES.values()),
-               "mean of test items", "mean of other data", "unit", "items", "result"]
-    caption = "How well the likelihood separates test items from other data: AUROC 1 perfectly, 0.5 by chance"
+               "mean of own items", "mean of other data", "unit", "items", "result"]
+    caption = "How well the likelihood separates own items from other data: AUROC 1 perfectly, 0.5 by chance"
     return [Listing(columns, [(None, rows)], caption), *galleries]
 
 
@@ -264,9 +266,10 @@ def densities(models: list[Model]) -> list[Figure]:
     points = first.array("density_data")
     if points is not None:
         points = points[:_POINTS]
-        dots = Series("test items", points[:, 0].tolist(), points[:, 1].tolist(), "dots")
+        items = items_of(first.report.data.split)
+        dots = Series(items, points[:, 0].tolist(), points[:, 1].tolist(), "dots")
         plane = Field(tuple(first.report.density.extent))
-        figures.append(figure([dots], f"The data: {len(points):,} test items", "", "", field=plane))
+        figures.append(figure([dots], f"The data: {len(points):,} {items}", "", "", field=plane))
     if truth:
         figures.append(_map(truth[1], truth[0], top, "The true density", scale))
     for model in shown:

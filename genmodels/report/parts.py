@@ -144,6 +144,13 @@ class Model:
         values = self.arrays.get(key)
         return None if values is None or not values.size else values
 
+    def costs(self, line: LikelihoodLine) -> np.ndarray:
+        """Costs of items in the line's unit, of energies in nats."""
+        nats, dims = self.array(line.values), self.array(f"dims_of_{line.values}")
+        if dims is None or line.unit == "nats":
+            return self.per_item(nats)[0]
+        return -np.asarray(nats, dtype=np.float64) / (dims * (math.log(2) if line.unit.startswith("bits") else 1))
+
     def per_item(self, nats: np.ndarray) -> tuple[np.ndarray, str]:
         """Costs of items and their unit: bits/dim of integers (of text per character), nats of continuous data."""
         if self.report.data.levels:

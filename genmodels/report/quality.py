@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from genmodels.data.base import items_of
 from genmodels.data.text import written
 from genmodels.evaluation.report import Fidelity, Layer, Measures, Scale, Skipped
 from genmodels.report.figures import Field, Rule, Series, figure
@@ -151,7 +152,8 @@ def fidelity(models: list[Model], scale: Scale | None) -> list:
         title = f"Features of {name}{own}{note}" + (f", weights {digest[:12]}" if digest else "")
         groups.append((title, rows))
     if groups:
-        parts.append(Listing(columns, groups, "Samples against test items, in the features of a named network"))
+        real = items_of(measured[0].report.data.split)
+        parts.append(Listing(columns, groups, f"Samples against {real}, in the features of a named network"))
     for model in models:
         if isinstance(model.report.fidelity, Skipped):
             parts.append(Text(f"{model.name}: not measured, {model.report.fidelity.skipped}"))

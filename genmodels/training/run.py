@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 
 from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError, terminal
-from genmodels.core.files import new_folder, open_lock, write_text
+from genmodels.core.files import EXPORTED, new_folder, open_lock, write_text
 from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.models.base import GenerativeModel
@@ -99,12 +99,14 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     """The folder of a new run, made: `run_dir`, or runs/<name>/<time> with a number appended where that exists.
 
     Raises:
-        InputError: when `run_dir` already holds a run.
+        InputError: when `run_dir` already holds a run, or weights.
     """
     if run_dir is not None:
         folder = Path(run_dir)
         if (folder / "last.ckpt").exists():
             raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
+        if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
+            raise InputError(f"run_dir={folder} already holds {weights[0].name}: choose another folder")
     else:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         folder = new_folder(root / name / stamp)
@@ -161,15 +163,15 @@ def claim(folder: Path):
     return lock
 
 
-def discard_unused(folder: Path) -> None:
-    """Remove the files of a run that never started, and its folder if it is empty then.
+def discard_unused(folder: Path, before: Collection[str] = ()) -> None:
+    """Remove the files of a run that never started, but for those `before` it, and its folder if it is empty then.
 
     What cannot be removed stays, for example a mount point.
     """
     if (folder / "last.ckpt").exists():
         return
     with contextlib.suppress(OSError):
-        for name in ("log.txt", "config.yaml", _LOCK):
+        for name in {"log.txt", "config.yaml"} - {*before} | {_LOCK}:
             (folder / name).unlink(missing_ok=True)
         for empty in (folder, folder.parent, folder.parent.parent):
             if empty == Path(".") or any(empty.iterdir()):

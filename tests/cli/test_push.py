@@ -16,6 +16,7 @@ import torch
 
 import genmodels as gm
 from genmodels.cli.main import main
+from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import SingleValues
 from genmodels.evaluation.report import BitsLine, NatsLine
@@ -54,8 +55,22 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
+def evaluated(folder) -> dict:
+    return REPORT | {"checkpoint": {"sha256": checkpoint_hash(folder / "best.ckpt")}}
+
+
+def test_a_report_of_other_weights_is_not_published(folder, tmp_path, capsys):
+    (folder / "report.json").write_text(json.dumps(evaluated(folder)))
+    model = NSF(DataSpec("plane", (2,)), layers=1, hidden=4, ema_decay=0.0)
+    model.initialize(Batch(torch.randn(64, 2), index=torch.arange(64)))
+    write(model, folder / "best.ckpt")
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 2
+    assert f"report.json is of other weights than {folder}: evaluate again" in capsys.readouterr().err
+    assert not (tmp_path / "card").exists()
+
+
 def test_the_folder_loads_and_its_card_says_what_was_measured(folder, tmp_path, capsys):
-    (folder / "report.json").write_text(json.dumps(REPORT))
+    (folder / "report.json").write_text(json.dumps(evaluated(folder)))
     assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
     assert "model.safetensors, README.md, samples.png" in capsys.readouterr().out
     card = (tmp_path / "card" / "README.md").read_text()

@@ -138,6 +138,11 @@ def test_a_point_of_other_settings_is_not_taken_for_finished(points, capsys):
     assert points == [] and "resume=last: no sweep with these settings in runs/sweeps" in capsys.readouterr().err
     assert cli.main(["train", "-m", "seed=0,3", "trainer.max_steps=200", f"resume={folder}"]) == 0
     assert [config["seed"] for config, *_ in points] == [0, 3]
+    points.clear()
+    words = ["train", "-m", "seed=0,3", "trainer.max_steps=200", f"resume={folder}"]
+    assert cli.main(words) == 0 and points == []
+    assert cli.main([*words, "init=runs/other"]) == 0
+    assert [config["init"] for config, *_ in points] == ["runs/other"] * 2
 
 
 def test_a_checkpoint_to_resume_belongs_to_its_point(points, monkeypatch):

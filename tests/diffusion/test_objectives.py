@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
@@ -26,8 +27,10 @@ from genmodels.diffusion import (
     Vlb,
     ddpm_times,
     elbo,
+    objectives,
 )
 from genmodels.diffusion.weighting import WEIGHTING_TIMES
+from genmodels.models.ddpm import DDPM
 
 
 def exact_denoiser(parameterisation="v", schedule=None):
@@ -261,6 +264,28 @@ def test_a_mask_leaves_out_what_it_hides():
         assert torch.equal(run(x0, visible), run(spoiled, visible))
         torch.testing.assert_close(run(x0, torch.ones_like(visible)), run(x0, None))
         assert not torch.allclose(run(x0, visible)[1:], run(x0, None)[1:])
+
+
+def test_training_does_not_move_the_cleanest_level_of_a_learned_schedule(monkeypatch):
+    """Where the schedule begins below the noise of the decoder: the gradient would make t_0 noisier."""
+    seen, first = [], objectives.predict_with_first
+
+    def watched(denoiser, x0, log_snr, ends, *rest):
+        seen.append(float(ends[0]))
+        return first(denoiser, x0, log_snr, ends, *rest)
+
+    monkeypatch.setattr(objectives, "predict_with_first", watched)
+    torch.manual_seed(0)
+    model = DDPM(DataSpec("counts", (4,), levels=17), schedule="learned", objective="continuous",
+                 log_snr_ends=[12.5, -10.0], net={"hidden": 8, "depth": 1})  # fmt: skip
+    items = Batch(torch.randint(0, 17, (6, 4)), index=torch.arange(6))
+    before = float(model.core.schedule.log_snr(torch.tensor(0.5)).detach())
+    for _ in range(2):
+        model.loss(items, KeyedGenerator(0, items.index, "train"))
+        for parameter in model.core.schedule.parameters():
+            torch.nn.init.normal_(parameter, std=1.0)
+    assert abs(float(model.core.schedule.log_snr(torch.tensor(0.5)).detach()) - before) > 0.1
+    assert seen == pytest.approx([model.decoder.finest_log_snr] * 2, abs=1e-4)
 
 
 def test_a_learned_schedule_needs_a_bound():

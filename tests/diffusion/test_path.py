@@ -199,6 +199,20 @@ def test_a_denoiser_of_another_path(path):
     torch.testing.assert_close(moved(x, TIMES).velocity, built(x, TIMES).velocity)
 
 
+def test_a_denoiser_is_not_asked_beyond_its_noisiest_level():
+    asked = []
+
+    class Trained(MixtureDenoiser):
+        def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+            asked.append(log_snr)
+            return super().at_log_snr(x, log_snr, cond, mask, estimate)
+
+    ends = LinearLogSnrSchedule(log_snr_max=10.0, log_snr_min=-3.0)
+    OnPath(Trained(ends, WEIGHTS, MEANS, VARIANCES), CosineSchedule())(torch.zeros(3, 2), torch.tensor([0.2, 0.9, 1.0]))
+    assert float(asked[0][0]) == pytest.approx(float(CosineSchedule().log_snr(torch.tensor(0.2))))
+    assert asked[0].min() == asked[0][2] == -3.0
+
+
 @every_path
 @pytest.mark.parametrize("sampler", [FlowSampler(), SDESampler()], ids=["flow", "sde"])
 def test_samples_begin_where_no_signal_is_left(sampler, path):

@@ -123,3 +123,12 @@ def test_errors():
         DeepKernelLoss(loss=ExactScoreMatching())(Energy(EnergyMLP((3,))), X, seeded())
     with pytest.raises(ValueError, match="at least 2 rows"):
         DeepKernelLoss(loss=ExactScoreMatching())(DeepKernel(network()), X[:1], seeded())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_weights_are_not_solved_for_in_half_precision(name):
+    x = torch.randn(8, 3, generator=seeded(1))
+    loss = DeepKernelLoss(loss=LOSSES[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        low = loss(DeepKernel(network().float()), x, seeded(2))
+    torch.testing.assert_close(low, loss(DeepKernel(network().float()), x, seeded(2)), rtol=1e-6, atol=1e-6)

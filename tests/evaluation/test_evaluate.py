@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,6 +179,50 @@ def test_a_fuller_report_is_not_lost(gaussians, tmp_path):
     assert kept["arrays"] == "a_before.npz" and all((tmp_path / f"a_before.{end}").exists() for end in ("npz", "html"))
     out, _ = evaluate(*words, "stages=[likelihood]", cwd=tmp_path)
     assert "kept as" not in out and report(tmp_path / "a_before.json") == kept
+
+
+def test_no_report_is_lost_to_parts_or_to_other_items(gaussians, tmp_path):
+    words = [f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json"]
+    for stages in ("likelihood,cost", "likelihood", "cost"):
+        evaluate(*words, f"stages=[{stages}]", cwd=tmp_path)
+    held = {path.name: set(report(path)["seconds"]) for path in tmp_path.glob("*.json")}
+    assert held == {"a.json": {"cost"}, "a_before.json": {"likelihood", "cost"}, "a_before2.json": {"likelihood"}}
+    np.savez(tmp_path / "other.npz", x=np.random.default_rng(1).normal(size=(50, 2)).astype("float32"))
+    other = [f"data.file={tmp_path}/other.npz", "data.test_fraction=0.5"]
+    out, _ = evaluate(*words, "stages=[cost]", *other, cwd=tmp_path)
+    assert "a.json held results of other items: kept as a_before3.json" in out
+    assert report(tmp_path / "a.json")["data"]["name"] == "other" and "other, test split, 25 items" in out
+
+
+def test_items_that_a_model_was_trained_on_are_not_held_out(gaussians, tmp_path):
+    for word in ("data.seed=5", "data.test_fraction=0.3"):
+        _, err = evaluate(f"ckpt={gaussians}/flow", word, cwd=tmp_path, code=2)
+        assert f"{word} divides gauss anew and would hold out items that the model was trained on" in err
+    words = ["data.test_fraction=0.2", "stages=[cost]", f"out={tmp_path}/a.json"]
+    evaluate(f"ckpt={gaussians}/flow", *words, cwd=tmp_path)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(gaussians, tmp_path, monkeypatch):
+    from genmodels.models import checkpoint
+
+    shutil.copytree(gaussians / "flow", tmp_path / "run")
+    load = checkpoint.load_model
+
+    def replaced(path, **options):
+        found = load(path, **options)
+        shutil.copy(gaussians / "diffusion" / "best.ckpt", path)
+        return found
+
+    monkeypatch.setattr(checkpoint, "load_model", replaced)
+    _, err = evaluate(f"ckpt={tmp_path}/run", "stages=[likelihood]", cwd=tmp_path, code=1)
+    assert "was replaced while it was read: evaluate again" in err
+
+
+def test_samples_are_not_compared_with_training_items(gaussians, tmp_path):
+    words = [f"ckpt={gaussians}/flow", "split=train", "stages=[fidelity]", f"out={tmp_path}/a.json"]
+    out, _ = evaluate(*words, cwd=tmp_path)
+    assert "compared with held-out items: split=test or split=val" in out
+    assert "skipped" in report(tmp_path / "a.json")["fidelity"]
 
 
 def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(gaussians, truth, tmp_path):
@@ -357,7 +402,7 @@ def test_other_data_against_a_single_item(digits, tmp_path):
                       cwd=tmp_path)
     found = report(tmp_path / "r.json")["ood"][0]
     assert found["auroc"] is not None and list(found["scores"]) == ["less_complexity"]
-    assert found["said"].endswith("no typicality, which needs two test items") and "nan" not in out
+    assert found["said"].endswith("no typicality, which needs two items") and "nan" not in out
 
 
 def test_everything_of_one_model(digits, tmp_path):
@@ -538,6 +583,16 @@ def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, m
     found = report(tmp_path / "r.json")
     assert found["partial"] and found["likelihood"][0]["nll"] > 0 and abs(found["fidelity"]["kernel"]) < 0.1
     assert found["sampling"] == {} and "interrupted" in err
+
+
+def test_an_interruption_keeps_the_models_before(gaussians, tmp_path, monkeypatch):
+    def stop(self, *arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FAMILIES["diffusion"][0], "log_likelihood", stop)
+    words = [f"ckpt=[{gaussians}/flow,{gaussians}/diffusion]", "cache=false", f"out={tmp_path}/r"]
+    evaluate(*words, "stages=[likelihood]", cwd=tmp_path, code=130)
+    assert report(tmp_path / "r" / "flow" / "report.json")["likelihood"][0]["nll"] > 0
 
 
 def test_torch_is_limited_when_memory_is_short(gaussians, tmp_path, monkeypatch):

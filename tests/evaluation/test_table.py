@@ -32,7 +32,7 @@ def line(kind: str, nats: torch.Tensor, **more) -> BitsLine:
     mark = {"exact": "=", "lower_bound": "<=", "ais": "~?", "ode": "~"}.get(kind, "-")
     return BitsLine(**{
         "label": kind, "kind": kind, "mark": mark, "unit": "bits_per_dim", "mean_nats": float(nats.mean()),
-        "bits_per_dim": -float(nats.mean()) / scale, "se_data": float(nats.std()) / math.sqrt(len(nats)) / scale,
+        "bits_per_dim": -float(nats.mean()) / scale, "se_data": float(nats.std(correction=min(1, len(nats) - 1))) / math.sqrt(len(nats)) / scale,
         "se_items": None, "se_mc": None, "single": SingleValues(None, 0.0), "how": "", "n": len(nats), "nonfinite": 0,
         "nonfinite_first": [], "worst": [], "best": [], "parts_nats": {}, "made": {}, "values": "nats_0"} | more)
 
@@ -148,6 +148,25 @@ def test_dequantised_energies_bound_nothing_from_below():
 def test_pairs_by_hand():
     a, b = (torch.tensor(v, dtype=torch.float64) for v in ([3.1, 3.3, 3.6], [3.0, 3.25, 3.4]))
     assert paired(a, b) == (pytest.approx(0.1166666667, abs=1e-10), pytest.approx(0.0440958552, abs=1e-10))
+
+
+def test_the_error_of_pairs_of_unlike_lengths_is_that_of_their_ratio():
+    """Length is no difference: against the spread of 400 repetitions."""
+    found, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(400):
+        dims = torch.randint(100, 900, (100,), generator=generator)
+        noise = 0.01 * dims * torch.randn(100, generator=generator, dtype=torch.float64)
+        mean, error = paired(0.02 * dims + noise, torch.zeros(100), dims)
+        found.append((100 * mean / float(dims.sum()), error / float(dims.double().mean())))
+    values, errors = torch.tensor(found).unbind(1)
+    assert float(errors.mean()) == pytest.approx(float(values.std()), rel=0.15)
+    assert paired(0.02 * dims + noise, torch.zeros(100))[1] > 1.2 * error
+
+
+def test_a_single_item_tells_no_difference():
+    assert paired(torch.tensor([1.0]), torch.tensor([2.0])) == (-1.0, math.inf)
+    equal = ("exact", torch.tensor([-100.0])), ("exact", torch.tensor([-101.0]))
+    assert table_of(*equal).ranking[0].order == [[0, 1]]
 
 
 @pytest.mark.parametrize("key, value", [("name", "mnist"), ("split", "val"), ("item_hash", "b"), ("levels", 256)])

@@ -184,6 +184,21 @@ def test_a_deep_kernel_solves_for_its_last_weights_when_first_needed():
     assert len(model.loss(batch, keyed(64)).per_example) == 32
 
 
+def test_nothing_is_left_of_weights_that_were_changed():
+    """By a loop of one's own, or by the weights of another run."""
+    model, batch = made("table, white")
+    options = {"weights": "raw", "chains": 8, "densities": 20}
+    before, drawn = model.log_likelihood(batch, **options).nats, model.sample(3, steps=5, weights="raw").x
+    with torch.no_grad():
+        for parameter in model.core.parameters():
+            parameter.add_(0.3)
+    fresh = type(model)(model.spec, **model.hparams)
+    fresh.load_state_dict(model.state_dict())
+    assert not torch.equal(model.log_likelihood(batch, **options).nats, before)
+    assert torch.equal(model.log_likelihood(batch, **options).nats, fresh.log_likelihood(batch, **options).nats)
+    assert not torch.equal(model.sample(3, steps=5, weights="raw").x, drawn)
+
+
 def test_an_energy_learns_a_mixture():
     """Two blobs in 250 steps: much nearer to the truth than the normal density of their mean and covariance."""
     torch.manual_seed(0)

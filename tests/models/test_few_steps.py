@@ -30,6 +30,14 @@ def test_losses_are_keyed_and_have_gradients(kind, net):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.core.parameters())
 
 
+@pytest.mark.parametrize("net", [SMALL, DIT], ids=["unet", "dit"])
+def test_mean_flow_trains_in_half_precision(net):
+    model, keyed = small(MeanFlowModel, net=net, share=0.5), KeyedGenerator(0, torch.arange(6), "train")
+    whole = model.loss(batch(), keyed).value
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model.loss(batch(), keyed).value, whole, rtol=0.05, atol=0)
+
+
 @pytest.mark.parametrize("kind", FLOW_MAPS)
 def test_samples_of_few_steps_and_what_else_the_velocity_serves(kind):
     model = small(kind)

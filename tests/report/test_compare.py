@@ -226,6 +226,26 @@ def test_values_of_single_items_are_drawn_only_where_they_stand_out_of_their_noi
     assert gallery.parts[0].notes[0].startswith(words)
 
 
+def test_items_of_unlike_lengths_are_drawn_in_the_unit_of_their_line():
+    table, arrays = example.of_points()
+    line = table.models[0].likelihood[0]
+    lengths = np.linspace(100, 900, line.n).round()
+    line.unit = "nats_per_dim"
+    model = Model(0, table.models[0], arrays[0] | {line.values: -2.5 * lengths, f"dims_of_{line.values}": lengths})
+    assert model.costs(line) == pytest.approx(np.full(line.n, 2.5))
+    line.unit = "bits_per_character"
+    assert model.costs(line) == pytest.approx(np.full(line.n, 2.5 / math.log(2)))
+
+
+@pytest.mark.parametrize("split, said", [("val", "validation item"), ("train", "training item")])
+def test_the_page_names_the_split(split, said):
+    table, arrays = example.of_digits()
+    for one in table.models:
+        one.data = replace(one.data, split=split)
+    page = render(table, arrays)
+    assert said in page and "test item" not in page
+
+
 def test_the_file_is_written_whole(tmp_path):
     write_page(*example.of_points(), tmp_path / "report.html")
     said = (tmp_path / "report.html").read_text()

@@ -52,6 +52,10 @@ def test_a_folder_with_a_run_is_not_taken():
     checkpoint(Path("mine/last.ckpt"))
     with pytest.raises(InputError, match="resume=last"):
         run.choose_folder(Path("runs"), "a", "mine")
+    for weights in ("best.ckpt", "model.safetensors"):
+        checkpoint(Path(weights, weights))
+        with pytest.raises(InputError, match=f"already holds {weights}: choose another folder"):
+            run.choose_folder(Path("runs"), "a", weights)
 
 
 def test_what_never_began_leaves_nothing_but_what_was_there():
@@ -64,6 +68,10 @@ def test_what_never_began_leaves_nothing_but_what_was_there():
     Path("mine/log.txt").write_text("x")
     run.discard_unused(Path("mine"))
     assert [p.name for p in Path("mine").iterdir()] == ["notes.txt"]
+    Path("mine/config.yaml").write_text("of the user")
+    Path("mine/log.txt").write_text("x")
+    run.discard_unused(Path("mine"), ["notes.txt", "config.yaml"])
+    assert sorted(p.name for p in Path("mine").iterdir()) == ["config.yaml", "notes.txt"]
     kept = checkpoint(Path("begun/last.ckpt"))
     run.discard_unused(kept.parent)
     assert kept.exists()
