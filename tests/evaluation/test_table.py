@@ -28,11 +28,11 @@ DIMS, LEVELS = 64, 17
 
 
 def line(kind: str, nats: torch.Tensor, **more) -> BitsLine:
-    scale = DIMS * math.log(2)
+    scale, spread = DIMS * math.log(2), float(nats.std(correction=min(1, len(nats) - 1)))
     mark = {"exact": "=", "lower_bound": "<=", "ais": "~?", "ode": "~"}.get(kind, "-")
     return BitsLine(**{
         "label": kind, "kind": kind, "mark": mark, "unit": "bits_per_dim", "mean_nats": float(nats.mean()),
-        "bits_per_dim": -float(nats.mean()) / scale, "se_data": float(nats.std(correction=min(1, len(nats) - 1))) / math.sqrt(len(nats)) / scale,
+        "bits_per_dim": -float(nats.mean()) / scale, "se_data": spread / math.sqrt(len(nats)) / scale,
         "se_items": None, "se_mc": None, "single": SingleValues(None, 0.0), "how": "", "n": len(nats), "nonfinite": 0,
         "nonfinite_first": [], "worst": [], "best": [], "parts_nats": {}, "made": {}, "values": "nats_0"} | more)
 
