@@ -206,7 +206,7 @@ class SpatialAttention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d)
         allowed = None
         if mask is not None:
-            allowed = mask.expand(batch, 1, *space).reshape(batch, 1, 1, -1)
+            allowed = mask.expand(batch, 1, *space).reshape(batch, 1, 1, rows.shape[1])
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
         y = self.project_out(y.transpose(1, 2).reshape(batch, rows.shape[1], channels))
         return x + y.transpose(1, 2).reshape(x.shape)

@@ -77,7 +77,7 @@ class GroupNorm(nn.Module):
 
     def _masked(self, x: Tensor, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
         batch, channels, *space = x.shape
-        grouped = wide(x).reshape(batch, self.groups, channels // self.groups, -1)
+        grouped = wide(hide(x, mask)).reshape(batch, self.groups, channels // self.groups, -1)
         valid = mask.expand(batch, 1, *space).to(grouped.dtype).flatten(2)[:, :, None]  # (B, 1, 1, L)
         count = (valid.sum(-1, keepdim=True) * (channels // self.groups)).clamp(min=1)
         mean = (grouped * valid).sum((2, 3), keepdim=True) / count

@@ -187,6 +187,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "Transformer-XL, window": _core(
         TransformerXL, "relative", "causal", "cache", window=(2, 0), reach=(2, 0)
     ),
+    "Transformer-XL, chunks": _core(TransformerXL, "cache", chunk=(2, 1)),
     "Shaw, clip": _core(lambda dim, heads: Shaw(dim, heads, K=2), "relative"),
     "Shaw, zero": _core(lambda dim, heads: Shaw(dim, heads, K=2, outside="zero", shared=True), "relative"),
     "Shaw, causal": _core(lambda dim, heads: Shaw(dim, heads, K=2), "relative", "causal", "cache", causal=True),
@@ -224,13 +225,14 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda dim, heads: LocalDenseSynthesizer(dim, heads, c=4, boundary="zero"),
         ("relative", "derivatives", "unnormalised"), reach=(2, 1),
     ),
-    "local monotonic": Mechanism(LocalMonotonic, ("unnormalised",)),
+    "local monotonic": Mechanism(LocalMonotonic, ("unnormalised", "sensitive")),
     "local monotonic, softmax": Mechanism(
-        lambda dim, heads: LocalMonotonic(dim, heads, sigma=1.5, max_step=2.0, score="softmax"), ("unnormalised",)
+        lambda dim, heads: LocalMonotonic(dim, heads, sigma=1.5, max_step=2.0, score="softmax"),
+        ("unnormalised", "sensitive"),
     ),
     "Nystrom": Mechanism(lambda dim, heads: Nystrom(dim, heads, landmarks=3), ("derivatives", "unnormalised")),
     "Nystrom, exact": Mechanism(
-        lambda dim, heads: Nystrom(dim, heads, landmarks=3, iterations=None), ("unnormalised",)
+        lambda dim, heads: Nystrom(dim, heads, landmarks=3, iterations=None), ("unnormalised", "sensitive")
     ),
     "LSH, rotation": Mechanism(
         lambda dim, heads: LSH(dim, heads, buckets=4, chunk=3, rounds=2), ("piecewise",)

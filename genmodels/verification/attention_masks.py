@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.nn.attention import Attention
-from genmodels.verification.check import CheckSet, Measured, NotApplicable
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import worst
 
 #: Capabilities that a module may declare; each adds checks.
@@ -29,6 +29,7 @@ CAPABILITIES = {
     "rows": "the rows of maps are absolute, the columns relative",
     "resampled": "the positions of a map are resampled for its size",
     "unnormalised": "weights need not be positive, nor sum to one",
+    "sensitive": "small differences of the input may be large ones of the output: not compared in half precision",
     "piecewise": "a function of buckets or a maximum: finite differences and rounding may cross a boundary",
 }
 
@@ -90,9 +91,12 @@ class AttentionSubject:
         module = self.module if module is None else module
         if self.space is not None:
             more["space"] = self.space if space is None else space
+        parameters = inspect.signature(self.module.forward).parameters
         if mask is None:
-            return module(x, **more)
-        if "mask" in inspect.signature(self.module.forward).parameters:
+            if "mask" not in parameters or parameters["mask"].default is not inspect.Parameter.empty:
+                return module(x, **more)
+            mask = torch.ones(len(x), 1, x.shape[1], dtype=torch.bool)
+        if "mask" in parameters:
             return module(x, mask=mask, **more)
         return module(x, mask, **more)
 
@@ -127,7 +131,7 @@ def prepare(module: nn.Module, seed: int, randomise: bool) -> nn.Module:
     if randomise:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in module.parameters():
+            for parameter in filter(lambda p: p.requires_grad, module.parameters()):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=DOUBLE) * 0.5)
     return module
 
@@ -200,7 +204,7 @@ def padding(s: AttentionSubject) -> Measured:
     for name, content in contents.items():
         y, others = _with_gradients(s, torch.where(valid, x, content), mask, valid)
         errors[f"{name}: values"] = gap(y, plain)
-        errors[f"{name}: gradients"] = max(map(gap, others, gradients))
+        errors[f"{name}: gradients"] = largest(map(gap, others, gradients))
     errors["gradient of padding"] = float(gradients[0].masked_fill(valid, 0).abs().max())
     return worst(errors)
 
@@ -251,8 +255,8 @@ def empty_rows(s: AttentionSubject) -> Measured:
     errors = _emptiness(s, mask, (1, slice(None)), "an example without valid positions")
     if s.has("full"):
         full = torch.ones(s.length, s.length, dtype=torch.bool).tril()
-        full[2] = False
-        errors |= _emptiness(s, full, (slice(None), 2), "a query without keys")
+        full[-1] = False
+        errors |= _emptiness(s, full, (slice(None), -1), "a query without keys")
     return worst(errors)
 
 

@@ -28,9 +28,10 @@ def sign(s: AttentionSubject) -> Measured:
         raise NotApplicable("treats past and future alike")
     x = s.draw(2)
     flips = {"": lambda t: t.flip(1)} if s.space is None else {
-        "rows": lambda t: t.unflatten(1, s.space).flip(1).flatten(1, 2),
-        "columns": lambda t: t.unflatten(1, s.space).flip(2).flatten(1, 2),
-    }  # fmt: skip
+        name: lambda t, axis=axis: t.unflatten(1, s.space).flip(axis).flatten(1, 2)
+        for axis, name in ((1, "rows"), (2, "columns")) if s.space[axis - 1] > 1}
+    if not flips:
+        raise NotApplicable("a single position")
     errors = {}
     for name, flip in flips.items():
         difference = gap(s.run(flip(x)), flip(s.run(x)))
@@ -117,14 +118,18 @@ def permutation(s: AttentionSubject) -> Measured:
 @CHECKS.add("cache", 1e-5, "piece by piece with a cache = the whole at once, for pieces of every size")
 @torch.no_grad()
 def cache(s: AttentionSubject) -> Measured:
-    """Every size of piece from 1 to the whole, the last one ragged, with and without invalid positions."""
+    """Every size of piece from 1 to the whole, the last one ragged, with and without invalid positions.
+
+    Of attention in chunks the pieces are of whole chunks.
+    """
     _needs(s, "cache")
-    x, errors = s.draw(2), {}
+    x, errors, chunk = s.draw(2), {}, getattr(getattr(s.module, "reach", None), "chunk", None)
+    together = 1 if chunk is None else chunk[0]
     padded = torch.ones(2, 1, s.length, dtype=torch.bool)
     padded[1, :, :2] = False
     for name, mask in (("", None), (", masked", padded)):
         whole = s.run(x, mask)
-        for size in range(1, s.length + 1):
+        for size in range(together, s.length + together, together):
             past, pieces = s.module.empty_cache(x), []
             for start in range(0, s.length, size):
                 piece = slice(start, start + size)
@@ -293,15 +298,15 @@ def compiled(s: AttentionSubject) -> Measured:
 @torch.no_grad()
 def bfloat16(s: AttentionSubject) -> Measured:
     """Relative to the largest output; weights that sum to one must do so to single precision under autocast."""
-    if s.has("piecewise"):
-        raise NotApplicable("rounding may cross a boundary")
+    if s.has("piecewise") or s.has("sensitive"):
+        raise NotApplicable("rounding may cross a boundary, or be enlarged")
     module, x = copy.deepcopy(s.module).float(), s.draw(2).float()
     for parameter in module.parameters():
         parameter.mul_(0.5)
     exact, sums = s.run(x, module=module), _sums(s, module, x)
     with torch.autocast("cpu", torch.bfloat16):
         y, half_sums = s.run(x, module=module), _sums(s, module, x)
-    size = float(exact.abs().max())
+    size = max(float(exact.abs().max()), torch.finfo(torch.float32).tiny)
     errors = {"values": gap(y.float(), exact) / size}
     if type(s.module).__module__.startswith("genmodels."):  # unlike layers of torch, ours return the dtype of x
         errors["dtype"] = 0.0 if y.dtype == x.dtype else 1.0

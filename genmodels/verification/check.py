@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from genmodels.core.errors import InputError, hint, progress_bar, with_class
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
@@ -49,6 +51,17 @@ class Measured:
     error: float
     note: str = ""
     tolerance: float | None = None
+
+
+def largest(values: Iterable[float | Tensor]) -> float:
+    """The largest of several errors, NaN if one of them is; Python's `max` may lose it.
+
+    Example:
+        >>> largest([1.0, math.nan, 2.0]), largest([1.0, 2.0])
+        (nan, 2.0)
+    """
+    found = [float(value) for value in values]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from genmodels.core.errors import an
 from genmodels.flows.bijection import Bijection
-from genmodels.verification.check import CheckSet, Measured, NotApplicable
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
 from genmodels.verification.subject import Subject, perturb, rows_of, waits
 
@@ -129,18 +129,27 @@ def _shown(event: Tensor) -> str:
 
 @CHECKS.add("dead parameters", 0.0, "every trainable parameter has an influence, and finite gradients")
 def dead_parameters(s: Subject) -> Measured:
-    """The gradient of a random sum of all outputs: none may be missing, all zero or not finite."""
+    """The gradient of a random sum of all outputs: none may be missing, all zero or not finite.
+
+    A parameter without influence in evaluation, such as those of hard attention, may have one in training.
+    """
     layer = s.perturbed()
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     if not trained:
         raise NotApplicable("nothing to train")
-    total = weighted(s, *s.run(s.x, layer=layer), name="influence")
-    if not total.requires_grad:
-        return Measured(float(len(trained)), f"no parameter has any influence, {next(iter(trained))} first")
-    gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-    pairs = list(zip(trained, gradients, strict=True))
-    bad = {"without influence": [name for name, g in pairs if g is None or not bool(g.any())],
-           "not finite": [name for name, g in pairs if g is not None and not bool(g.isfinite().all())]}
+
+    def faults() -> dict[str, list[str]]:
+        total = weighted(s, *s.run(s.x, layer=layer), name="influence")
+        gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True) if total.requires_grad else (
+            [None] * len(trained))
+        pairs = list(zip(trained, gradients, strict=True))
+        return {"without influence": [name for name, g in pairs if g is None or not bool(g.any())],
+                "not finite": [name for name, g in pairs if g is not None and not bool(g.isfinite().all())]}
+
+    bad = faults()
+    if dead := bad["without influence"]:
+        layer.train()
+        bad["without influence"] = [name for name in faults()["without influence"] if name in dead]
     notes = [f"{what}: {', '.join(names[:3])}" for what, names in bad.items() if names]
     return Measured(float(sum(map(len, bad.values()))), "; ".join(notes))
 
@@ -212,7 +221,7 @@ def compiled(s: Subject) -> Measured:
         errors[name] = relative(other_z, z)
         errors[f"{name} log-det"] = relative(other_logdet, logdet)
         same = len(before) == len(after)
-        errors[f"{name} gradients"] = max(map(relative, after, before)) if same else float("inf")
+        errors[f"{name} gradients"] = largest(map(relative, after, before)) if same else float("inf")
     torch._dynamo.reset()
     return worst(errors)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from genmodels.diffusion.path import Path
 from genmodels.diffusion.schedule import NoiseSchedule
-from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report, largest
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -31,10 +31,18 @@ def without_gradient(module: nn.Module, output: Callable[[], Tensor], ignored: s
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise NotApplicable("no parameters")
-    with torch.enable_grad():
-        slopes = torch.autograd.grad(output(), list(named.values()), allow_unused=True)
-    dead = [name for name, slope in zip(named, slopes, strict=True)
-            if slope is None and not (ignored and name.startswith(ignored))]
+
+    def dead_in(training: bool) -> list[str]:
+        module.train(training)
+        with torch.enable_grad():
+            slopes = torch.autograd.grad(output(), list(named.values()), allow_unused=True)
+        return [name for name, slope in zip(named, slopes, strict=True)
+                if slope is None and not (ignored and name.startswith(ignored))]
+
+    before = module.training
+    dead = dead_in(before)
+    dead = dead and [name for name in dead_in(True) if name in dead]  # hard attention learns in training alone
+    module.train(before)
     return Measured(float(len(dead)), ", ".join(dead[:3]))
 
 
@@ -117,7 +125,7 @@ def preserving(s: ScheduleSubject) -> Measured:
         raise NotApplicable("a path that does not preserve the variance")
     alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
     ratio = errors(2 * (alpha.log() - sigma.log()), s.log_snr(s.times))
-    return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
+    return Measured(largest([(alpha.square() + sigma.square() - 1).abs().max(), 1e-3 * ratio.max()]))
 
 
 @SCHEDULE_CHECKS.add("rate", 1e-6, "log_snr_rate is the derivative of log_snr")
@@ -165,7 +173,7 @@ def ends(s: ScheduleSubject) -> Measured:
     """At the clean end and at t = 1; of a table at t = 1 alone, since it defines nothing before its first step."""
     limits = s.log_snr(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
     pairs = list(zip(s.schedule.end_points, limits, strict=True))[0 if s.steps is None else 1 :]
-    return Measured(max(0.0 if a == b else abs(a - b) for a, b in pairs))
+    return Measured(largest(0.0 if a == b else abs(a - b) for a, b in pairs))
 
 
 ENERGY_CHECKS = CheckSet()
@@ -241,17 +249,22 @@ def unmodified(s: EnergySubject) -> Measured:
     first = s.values(s.x), s.energy.score(s.x).detach()
     second = s.values(s.x), s.energy.score(s.x).detach()
     changed = [float((s.x - x).abs().max()), *(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))]
-    return Measured(max(changed + changes(s.energy, state)))
+    return Measured(largest(changed + changes(s.energy, state)))
 
 
 @ENERGY_CHECKS.add("falls off", 0.0, "far away the energy rises, so that exp(-E) has an integral")
 def falls_off(s: EnergySubject) -> Measured:
-    """Along a few rays it rises by more than D log r, as the volume does, between r = 30 and r = 300."""
+    """Along a few rays it rises by more than D log r, as the volume does, between r = 3,000 sqrt(D) and ten times that.
+
+    Nearer, from r = 30 sqrt(D), it may fall, but is a number.
+    """
     rays = torch.cat([s.v, -s.v])
     rays = rays / rays.flatten(1).norm(dim=1).view(-1, *[1] * (rays.dim() - 1))
-    rise = s.values(300 * rays) - s.values(30 * rays)
-    needed = rays[0].numel() * math.log(10)
-    return Measured(max(0.0, float((needed - rise).max())))
+    dims = rays[0].numel()
+    near, _, far, farthest = (s.values(30 * 10**k * math.sqrt(dims) * rays) for k in range(4))
+    rise = torch.where(farthest == math.inf, math.inf, farthest - far)
+    unknown = torch.isnan(near) | torch.isnan(far) | torch.isnan(farthest)
+    return Measured(largest([0.0, *torch.where(unknown, math.nan, dims * math.log(10) - rise)]))
 
 
 @ENERGY_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the score's size")
@@ -270,4 +283,4 @@ def jet(s: EnergySubject) -> Measured:
     expected = here, (up - down) / 2e-4, (up - 2 * here + down) / 1e-8
     loose = 1.0, 1.0, 1e-3  # a second difference has half as many digits
     pairs = zip((value, slope, bend), expected, loose, strict=True)
-    return Measured(max(k * float(errors(a, b).max()) for a, b, k in pairs))
+    return Measured(largest(k * errors(a, b).max() for a, b, k in pairs))

@@ -24,7 +24,7 @@ from genmodels.diffusion import (
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.diffusion.sampling import Memory
-from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report, largest
 from genmodels.verification.densities import changes, device_of, errors, without_gradient
 from genmodels.verification.subject import perturb
 
@@ -156,7 +156,7 @@ def unmodified(s: DenoiserSubject) -> Measured:
     state = copy.deepcopy(own.denoiser.state_dict())
     first, second = own.predict().x0.clone(), own.predict().x0
     changed = [float((own.x - s.x).abs().max()), float((first - second).abs().max())]
-    return Measured(max(changed + changes(own.denoiser, state)))
+    return Measured(largest(changed + changes(own.denoiser, state)))
 
 
 @DENOISER_CHECKS.add("both ends", 0.0, "the estimate of x_0 is finite near the data and at t = 1")
@@ -237,8 +237,8 @@ def pure(s: SamplerSubject) -> Measured:
     second, _ = again(2)
     changed = [float((a - b).abs().max()) for a, b in zip((x, memory.x0, memory.log_snr), kept, strict=True)]
     apart = float((first - second).abs().max())
-    where = "x or memory modified" if max(changed) > 0 else "two calls differ" if apart > 0 else ""
-    return Measured(max(apart, *changed), where)
+    where = "x or memory modified" if not largest(changed) <= 0 else "two calls differ" if apart > 0 else ""
+    return Measured(largest([apart, *changed]), where)
 
 
 @SAMPLER_CHECKS.add("dtype", 0.0, "x keeps its shape and dtype")
@@ -266,7 +266,7 @@ def point_mass(s: SamplerSubject) -> Measured:
     """The exact denoiser of a Gaussian without variance."""
     exact = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
     errors = [(s.draw(5, uniform_t(exact.schedule, n), exact=exact) - _MEAN).abs().max() for n in (1, 5)]
-    return Measured(float(max(errors)))
+    return Measured(largest(errors))
 
 
 @SAMPLER_CHECKS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
@@ -324,7 +324,7 @@ def trajectory(s: SamplerSubject) -> Measured:
     if not (math.isfinite(coarse) and math.isfinite(fine)):
         return Measured(math.inf, "not finite")
     order = math.log2(coarse / fine)
-    return Measured(max(0.0, 1 - order), f"order {order:.2f}, error {fine:.1e} in 64 steps")
+    return Measured(largest([0.0, 1 - order]), f"order {order:.2f}, error {fine:.1e} in 64 steps")
 
 
 @SAMPLER_CHECKS.add("spread", 0.05,

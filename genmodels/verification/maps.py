@@ -17,7 +17,7 @@ from genmodels.flows.bijection import Step
 from genmodels.flows.replay import examine
 from genmodels.models.base import GenerativeModel
 from genmodels.models.density import over_the_plane
-from genmodels.verification.check import CheckSet, Measured, NotApplicable, NotVerified
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, NotVerified, largest
 from genmodels.verification.subject import Subject, crop, draw, initialize, waits
 
 CHECKS = CheckSet()
@@ -141,7 +141,7 @@ def masked_content(s: Subject) -> Measured:
             result, logdet = s.run(value, inverse, mask=own)
             for content, fill in (("other numbers", _noise(s, value)), ("NaN", torch.full_like(value, math.nan))):
                 changed, changed_logdet = s.run(torch.where(own, value, fill), inverse, mask=own)
-                errors[f"{name}, {content}"] = max(relative(changed, result), relative(changed_logdet, logdet))
+                errors[f"{name}, {content}"] = largest([relative(changed, result), relative(changed_logdet, logdet)])
             errors[f"{name} is not zero there"] = float(result.masked_fill(after, 0).abs().max())
         x = value.clone().requires_grad_()
         result, logdet = s.run(x, inverse, mask=own)
@@ -432,4 +432,4 @@ def _against_jacobian(step: Step, rows: slice) -> float:
             outputs = hide(torch.ones_like(step.z[one]), step.layer.out_mask(mask)).bool().flatten()
             matrix = matrix[outputs][:, inputs]
         errors.append(abs(float(torch.linalg.slogdet(matrix)[1] - step.logdet[k])) / len(matrix))
-    return max(errors)
+    return largest(errors)

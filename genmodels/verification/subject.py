@@ -189,9 +189,13 @@ def crop(value: Tensor | None, space: list[int], smaller: list[int]) -> Tensor |
 def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) -> None:
     """Move every parameter at random, since an initialisation to zeros or the identity can hide errors.
 
-    Matrices are moved by `amount` relative to their fan-in, so that a rotation stays far from singular.
+    Matrices are moved by `amount` relative to their fan-in, so that a rotation stays far from singular. A parameter
+    without gradient, such as a fixed rotation, stays as it is, except within `Freeze`.
     """
+    frozen = {id(p) for part in module.modules() if isinstance(part, Freeze) for p in part.parameters()}
     for parameter in module.parameters():
+        if not parameter.requires_grad and id(parameter) not in frozen:
+            continue
         spread = amount / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else amount
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.add_((spread * noise).to(parameter.dtype).to(parameter.device))
@@ -225,10 +229,11 @@ def knots_of(layer: nn.Module) -> list[float]:
 
 
 def draw(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> Tensor:
-    """Random inputs: normal with standard deviation 1.5, or uniform on a bounded range."""
+    """Random inputs: normal with standard deviation 1.5, uniform on a bounded range, log-normal beyond a single end."""
     low, high = limits
     if math.isinf(low) or math.isinf(high):
-        return 1.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        normal = 1.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        return low + normal.exp() if math.isfinite(low) else high - normal.exp() if math.isfinite(high) else normal
     return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -163,6 +164,29 @@ class Bent(Quadratic):
         return value, slope, bend / 2
 
 
+class LostJet(Quadratic):
+    """Slope and curvature are NaN, the value is right."""
+
+    def jet(self, x, v):
+        value, slope, bend = super().jet(x, v)
+        return value, math.nan * slope, math.nan * bend
+
+
+class LostFarAway(_Well):
+    """Not a number where it is large."""
+
+    def energy(self, x, cond=None):
+        energy = super().energy(x)
+        return torch.where(energy > 1e5, math.nan, energy)
+
+
+class Walled(_Well):
+    """Infinite beyond a ball: a density with a bounded domain."""
+
+    def energy(self, x, cond=None):
+        return torch.where(x.flatten(1).norm(dim=1) > 50, math.inf, super().energy(x))
+
+
 def _schedule(make, *failing: str) -> Mutant:
     return Mutant(make, check_schedule, frozenset(failing))
 
@@ -188,6 +212,9 @@ MUTANTS: dict[str, Mutant] = {
     "velocity of another path": _schedule(ForgottenNoise, "rate", "rates of signal and noise"),
     "nothing (energy)": _energy(DoubleWell),
     "nothing (jet)": _energy(lambda: Quadratic(torch.eye(2))),
+    "nothing (bounded domain)": _energy(Walled),
+    "jet that is not a number": _energy(lambda: LostJet(torch.eye(2)), "jet"),
+    "energy that is not a number far away": _energy(LostFarAway, "falls off"),
     "sign of the score": _energy(LostSign, "score"),
     "mean of the batch": _energy(BatchMean, "rows independent", "score"),
     "bounded energy": _energy(Flat, "falls off"),

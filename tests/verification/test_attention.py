@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.nn.attention import ALiBi, Attention, MelPosition, Rotary, TransformerXL
+from genmodels.nn.attention import ALiBi, Attention, MelPosition, Rotary, Rotary2d, Swin2d, TransformerXL
 from genmodels.verification import attention as mechanisms
 from genmodels.verification.attention import CHECKS, MECHANISMS, Survey, check
 from genmodels.verification.attention_masks import CAPABILITIES
@@ -126,6 +126,38 @@ class Positional(nn.Module):
 
     def forward(self, x, valid=None):
         return self.inner(x, valid)
+
+
+class MaskNeeded(torch.nn.Module):
+    """A mean over the valid positions, called as `module(x, mask)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        weights = mask.mT.to(x.dtype)
+        mean = (self.project(torch.where(mask.mT, x, 0)) * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return mean[:, None] * weights
+
+
+def test_a_mask_may_be_needed():
+    check(MaskNeeded(), 8, capabilities=["derivatives"], compiler=None, without=["empty rows"]).raise_if_failed()
+
+
+@pytest.mark.parametrize("position, claims", [
+    (Rotary2d, "relative 2d full"), (lambda dim, heads: Swin2d(dim, heads, size=(2, 3)), "relative 2d full resampled"),
+], ids=["rope2d", "swin"])  # fmt: skip
+@pytest.mark.parametrize("space", [(1, 5), (5, 1), (1, 2)])
+def test_maps_of_a_single_row_or_column(position, claims, space):
+    module = Attention(8, 2, position(8, 2), derivatives=2)
+    check(module, 8, capabilities=claims.split(), space=space, compiler=None).raise_if_failed()
+
+
+@pytest.mark.parametrize("name", ["Nystrom, exact", "local monotonic", "local monotonic, softmax"])
+@pytest.mark.parametrize("seed", [1, 3, 7, 11])
+def test_mechanisms_pass_whatever_the_seed(name, seed):
+    MECHANISMS[name].check(name, compiler=None, seed=seed).raise_if_failed()
 
 
 def test_any_module_of_x_and_mask_will_do():

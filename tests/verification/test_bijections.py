@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.flows.bijection import Freeze, Inverse
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, Step
 from genmodels.flows.composition import Compose
+from genmodels.flows.linear import Flip
+from genmodels.flows.multiscale import glow
 from genmodels.flows.scaling import Logit, Shift
 from genmodels.verification import bijections as jacobian_checks
 from genmodels.verification import maps as map_checks
 from genmodels.verification.bijections import CHECKS, check_bijection
 from genmodels.verification.check import NOT_APPLICABLE, CheckFailed
-from genmodels.verification.subject import perturb, prepare, ranges
+from genmodels.verification.subject import draw, perturb, prepare, ranges
 from tests.mutants.bijections import MUTANTS
 from tests.mutants.bijections_couplings import Bend, Couple
 from tests.mutants.bijections_layers import FlippedSigns, Offset, PlainFlag, Stretch
@@ -99,6 +101,64 @@ class Plain(nn.Module):
     def inverse(self, z):
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z * (-self.log_scale).exp(), -self.log_scale.sum().expand(len(z)).clone()
+
+
+class Turned(Bijection):
+    """A fixed rotation, whose log-determinant is 0 as long as nothing moves it."""
+
+    constant_logdet = True
+
+    def __init__(self):
+        super().__init__()
+        turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)).double())[0]
+        self.turn = nn.Parameter(turn, requires_grad=False)
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def _forward(self, x, cond, mask):
+        return x @ self.turn.to(x.dtype).T + self.shift, x.new_zeros(len(x))
+
+    def _inverse(self, z, cond, mask):
+        return torch.linalg.solve(self.turn.to(z.dtype), (z - self.shift).T).T, z.new_zeros(len(z))
+
+
+class Exponential(Bijection):
+    """From the line to the positive numbers."""
+
+    def _forward(self, x, cond, mask):
+        return x.exp(), x.sum(1)
+
+    def _inverse(self, z, cond, mask):
+        return z.log(), -z.log().sum(1)
+
+
+@pytest.mark.parametrize("make, options", [
+    (Turned, {}),
+    (Exponential, {"z_range": (1e-6, math.inf), "x_range": (-10.0, 10.0)}),
+    (lambda: Inverse(Exponential()), {"x_range": (1e-6, math.inf), "z_range": (-10.0, 10.0)}),
+])
+def test_right_layers_pass(make, options):
+    check_bijection(make(), (3,), **options).raise_if_failed()
+
+
+def test_inputs_lie_within_a_single_end():
+    generator = torch.Generator().manual_seed(0)
+    low, high = (draw((1000, 2), limits, generator) for limits in ((2.0, math.inf), (-math.inf, 2.0)))
+    assert 2 < float(low.min()) < 2.1 and float(low.max()) > 20 and -20 > float(high.min()) and float(high.max()) < 2
+
+
+def test_a_log_det_that_is_not_a_number_is_noticed_in_any_row():
+    x = torch.randn(2, 3, dtype=torch.float64)
+    for row in (0, 1):
+        logdet = torch.zeros(2, dtype=torch.float64)
+        logdet[row] = math.nan
+        layer = Flip(3)
+        assert math.isnan(map_checks._against_jacobian(Step("", layer, x, x.flip(1), logdet, None, None), slice(0, 2)))
+
+
+def test_hard_attention_learns_in_training_alone():
+    flow = glow((1, 8, 8), levels=1, steps=1, hidden=8, attention="hard", heads=2)
+    report = check_bijection(flow, (1, 8, 8), only=["dead parameters"])
+    report.raise_if_failed()
 
 
 def test_a_module_that_is_no_bijection_of_ours():

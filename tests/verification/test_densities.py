@@ -7,6 +7,7 @@ import pytest
 from genmodels.diffusion import SCHEDULES, DiscreteSchedule
 from genmodels.energy import Energy
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
+from genmodels.verification.check import PASSED
 from genmodels.verification.densities import ENERGY_CHECKS, SCHEDULE_CHECKS, check_energy, check_schedule
 from tests.mutants.densities import MUTANTS
 
@@ -25,6 +26,12 @@ def test_every_check_has_a_mutant():
 def test_every_schedule_passes_the_checks(name):
     kind = SCHEDULES[name]
     check_schedule(kind(num_steps=1000) if issubclass(kind, DiscreteSchedule) else kind()).raise_if_failed()
+
+
+@pytest.mark.parametrize("make, shape", [(lambda: EnergyMLP((1, 28, 28), hidden=(8,), spread=5.0), (1, 28, 28)),
+                                         (lambda: EnergyConv((3, 64, 64), channels=(8, 8), spread=2.0), (3, 64, 64))])
+def test_energies_with_an_integral_fall_off_in_many_dimensions(make, shape):
+    assert check_energy(Energy(make()), shape)["falls off"].status == PASSED
 
 
 @pytest.mark.parametrize("make, shape", [(lambda: EnergyMLP((3,), hidden=(8,)), (3,)),

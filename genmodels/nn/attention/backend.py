@@ -339,7 +339,7 @@ def attend_flex(
     if isinstance(position, DistanceBias):
         r = distances(Lq, Lk, q0, k0, device=q.device)
         table = position.table(r).to(torch.promote_types(q.dtype, torch.float32))
-    full = None if allowed is None else allowed.expand(batch, -1, -1, -1)
+    full = None if allowed is None else allowed.expand(batch, -1, -1, Lk)
 
     def bias(score, b, h, i, j):
         return score + table[h, j - i + Lq - 1]

@@ -51,13 +51,18 @@ class Slots:
     def put(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values up to and with these new ones, `(B, H, filled + m, d)`."""
         end = self.filled + k.shape[2]
+        if end > self.length:
+            raise ValueError(f"a cache of {self.length} positions was asked for {end}")
         if torch.is_grad_enabled():
             past = (k[:, :, :0], v[:, :, :0]) if self.kept is None else self.kept
             self.kept = tuple(torch.cat([old[:, :, : self.filled], new], dim=2)
                               for old, new in zip(past, (k, v), strict=True))  # fmt: skip
             return self.kept
-        if self.kept is None:
+        past = self.kept
+        if past is None or past[0].shape[2] < self.length:  # after a call with gradients it is as long as the past
             self.kept = tuple(new.new_empty(*new.shape[:2], self.length, new.shape[3]) for new in (k, v))
+            for kept, old in zip(self.kept, past or (), strict=False):
+                kept[:, :, : self.filled] = old[:, :, : self.filled]
         for kept, new in zip(self.kept, (k, v), strict=True):
             kept[:, :, self.filled : end] = new
         return tuple(kept[:, :, :end] for kept in self.kept)

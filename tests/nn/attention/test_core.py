@@ -396,6 +396,20 @@ def test_mutants_of_the_slots_are_caught(monkeypatch):
         assert worst(decoded(attention, x, [2, 3, 1]), whole) > 1e-3
 
 
+def test_slots_have_an_end_and_may_change_the_mode_of_gradients():
+    torch.manual_seed(0)
+    attention, x = Attention(8, 2, causal=True).double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    slots, parts = Slots(6), []
+    for place in range(6):
+        with torch.set_grad_enabled(place in (0, 3)):
+            parts.append(attention.decode(x[:, place : place + 1], slots))
+        slots.filled = place + 1
+    torch.testing.assert_close(torch.cat(parts, dim=1), attention(x)[0], rtol=1e-10, atol=1e-10)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="a cache of 6 positions was asked for 7"):
+            attention.decode(x[:, :1], slots)
+
+
 def test_slots_are_written_again_until_they_are_moved_on():
     attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
     whole, slots = attention(x)[0], Slots(6)
