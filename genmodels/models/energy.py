@@ -175,14 +175,14 @@ class EnergyModel(ScoreMatched):
     def weights(self, which: str | float = "ema") -> nn.Module:
         """The core with averaged or raw weights; the last weights of a deep kernel are fitted at their first use."""
         core = super().weights(which)
-        if self.kind == "deep_kernel" and self._settled.get(which) != self._version(core):
+        if self.kind == "deep_kernel" and self._settled.get(which) != self._state_of(core):
             rows = self.fit_rows[: int(self.fit_count)]
             noise = KeyedGenerator(self.seed, torch.arange(len(rows), device=rows.device), "fit")
             core.fit(rows, self.objective.loss, noise)
-            self._settled[which] = self._version(core)
+            self._settled[which] = self._state_of(core)
         return core
 
-    def _version(self, core: nn.Module) -> tuple[int, int]:
+    def _state_of(self, core: nn.Module) -> tuple[int, int]:
         """Another value after every change of the weights, by training or in place."""
         return self.batches_seen, sum(0 if p.is_inference() else p._version for p in core.parameters())
 
@@ -222,7 +222,7 @@ class EnergyModel(ScoreMatched):
             return Normaliser.missing("without confinement exp(-E) may have no finite integral")
         if method == "quadrature" and self.spec.dims > 2:
             raise InputError(f"normaliser=quadrature is for one or two dimensions, not {self.spec.dims}: use ais")
-        key = (weights, method, self._version(core), *((seed, chains, steps) if method == "ais" else ()))
+        key = (weights, method, self._state_of(core), *((seed, chains, steps) if method == "ais" else ()))
         if key not in self._normalisers:
             if method == "quadrature":
                 found = by_quadrature(core, self.spec.dims)
@@ -295,7 +295,7 @@ class EnergyModel(ScoreMatched):
         own = {"steps": options.steps, "step_size": options.step_size,
                "inverse_temperature": options.inverse_temperature}
         core = self.weights(options.weights)
-        key = (options.weights, self._version(core), options.seed, options.sampler, *own.values())
+        key = (options.weights, self._state_of(core), options.seed, options.sampler, *own.values())
         if key not in self._samplers:
             base = base_of(self.mean, self.covariance)
             self._samplers = {key: Sampler(core, base, name=options.sampler, **own)}

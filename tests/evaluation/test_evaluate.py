@@ -187,7 +187,7 @@ def test_no_report_is_lost_to_parts_or_to_other_items(gaussians, tmp_path):
         evaluate(*words, f"stages=[{stages}]", cwd=tmp_path)
     held = {path.name: set(report(path)["seconds"]) for path in tmp_path.glob("*.json")}
     assert held == {"a.json": {"cost"}, "a_before.json": {"likelihood", "cost"}, "a_before2.json": {"likelihood"}}
-    np.savez(tmp_path / "other.npz", x=np.random.default_rng(1).normal(size=(50, 2)).astype("float32"))
+    np.savez(tmp_path / "other.npz", x=np.random.default_rng(1).normal(size=(50, 3)).astype("float32"))
     other = [f"data.file={tmp_path}/other.npz", "data.test_fraction=0.5"]
     out, _ = evaluate(*words, "stages=[cost]", *other, cwd=tmp_path)
     assert "a.json held results of other items: kept as a_before3.json" in out
@@ -586,13 +586,20 @@ def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, m
 
 
 def test_an_interruption_keeps_the_models_before(gaussians, tmp_path, monkeypatch):
-    def stop(self, *arguments, **options):
-        raise KeyboardInterrupt
+    from genmodels.evaluation import cost
 
-    monkeypatch.setattr(FAMILIES["diffusion"][0], "log_likelihood", stop)
+    measure, calls = cost.measure, []
+
+    def stop_at_the_second(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(cost, "measure", stop_at_the_second)
     words = [f"ckpt=[{gaussians}/flow,{gaussians}/diffusion]", "cache=false", f"out={tmp_path}/r"]
-    evaluate(*words, "stages=[likelihood]", cwd=tmp_path, code=130)
-    assert report(tmp_path / "r" / "flow" / "report.json")["likelihood"][0]["nll"] > 0
+    evaluate(*words, "stages=[cost]", cwd=tmp_path, code=130)
+    assert report(tmp_path / "r" / "flow" / "report.json")["sampling"]
 
 
 def test_torch_is_limited_when_memory_is_short(gaussians, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def inverse_by_loop(block: MetaBlock, z, cond=None, guidance=1.0):
         m = a = torch.zeros_like(x[:, :, 0])
         if i:
             seen = x[:, :, order[:i]].mT
-            out = [block.net(seen, added=None if (added := block._added(c, len(z), z[0, 0].numel())) is None
+            out = [block.net(seen, added=None if (added := block._added(c, z[0, 0].numel())) is None
                              else added[:, :i])[:, -1] for c in (cond, none)]  # fmt: skip
             m, a = (out[1] + guidance * (out[0] - out[1])).chunk(2, dim=1)
         x[:, :, place] = z.flatten(2)[:, :, place] * torch.exp(5 * torch.tanh(a / 5)) + m
@@ -99,7 +99,7 @@ def by_the_whole_network(block: MetaBlock, z):
     tokens = z.flatten(2).mT[:, order]
     x = tokens[:, :0]
     for i in range(len(order)):
-        added = block._added(None, len(z), len(order))
+        added = block._added(None, len(order))
         out = block.net(x, added=None if added is None else added[:, :i])[:, -1] if i else block.start[None]
         params = out.unflatten(1, (-1, block.channels))[:, :, None]
         x = torch.cat([x, block.transform.inverse(tokens[:, i : i + 1], params)[0]], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 
@@ -20,7 +21,12 @@ def check_bf16_loss(net, event_shape) -> None:
     losses = []
     for reduced in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=reduced):
-            y = net.float()(x, log_snr)
+            try:
+                y = net.float()(x, log_snr)
+            except RuntimeError as error:
+                if "only supported when avx512" not in str(error):
+                    raise
+                pytest.skip("torch's attention in bfloat16 fails on processors with AMX under a lower capability")
         assert y.dtype == torch.float32
         losses.append(float((y - target).square().mean()))
     assert losses[0] != losses[1] and abs(losses[1] / losses[0] - 1) < 0.01
