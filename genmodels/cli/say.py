@@ -263,12 +263,11 @@ def write_utterance(
     took = ""
     if found.wave is None:
         start = time.monotonic()
-        vocoder = vocoder_of(how.vocoder, config) if vocoder is None else vocoder
-        found.wave = sound_of(found.mel, vocoder, how.seed, how.seconds)
-        if not bool(found.wave.isfinite().all()):
-            raise RunError(f"the mel of this text goes up to {float(found.mel.max()):.4g} in log units, louder than "
-                           f"any sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
+        found.wave = sound_of(found.mel, vocoder or vocoder_of(how.vocoder, config), how.seed, how.seconds)
         took = f" ({VOCODERS[how.vocoder]} took {time.monotonic() - start:.1f} s)"
+    if not bool(found.wave.isfinite().all()):
+        raise RunError(f"the mel of this text goes up to {float(found.mel.max()):.4g} in log units, louder than "
+                       f"any sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
     held = io.BytesIO()
     factor = write_wav(held, found.wave, config.sample_rate)
     write_whole(target, lambda file: file.write(held.getvalue()))
@@ -336,6 +335,8 @@ def stream_texts(
         InputError: for texts or models that cannot be streamed.
     """
     check_streams(model)
+    if vocoder is not None and vocoder.config.padding != "hifigan":
+        raise InputError(f"mels with data.mel.padding={vocoder.config.padding} are not streamed: leave stream out")
     split = in_parts(texts, how, model.spec.mel)
     listed = iter(how.durations or [None] * sum(map(len, split)))
     durations = [[next(listed) for _ in parts] for parts in split]
@@ -352,10 +353,10 @@ def stream_texts(
                 one.wave = whole.whole[:cut]
             one.mel = torch.cat([piece for _, piece in kept], 1)
             found.append(one)
+            size = kept[0][1].shape[1]
             sound = "" if vocoder is None else f", first audio after {whole.first_packet:.3f} s"
-            latency, size = kept[0][0] - began, kept[0][1].shape[1]
-            lines.append(f"first chunk of the mel ({size} frame{'s' * (size != 1)}) after {latency:.3f} s{sound}, "
-                         f"the last after {whole.seconds:.3f} s")
+            lines.append(f"first chunk of the mel ({size} frame{'s' * (size != 1)}) after {kept[0][0] - began:.3f} s"
+                         f"{sound}, the last after {whole.seconds:.3f} s")
     return found, lines
 
 

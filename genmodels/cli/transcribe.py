@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, an, check_number, refusals
+from genmodels.core.errors import InputError, an, check_number
 from genmodels.core.files import located
 from genmodels.data.utterances import padded_mels
 from genmodels.models.base import GenerativeModel
@@ -130,8 +131,13 @@ def heard(
         batch = Batch(x, mask=mask).to(model.device)
         for (name, mel), found in zip(part, model.transcribe(batch, search, weights=weights), strict=True):
             for one in found[: how.nbest]:
-                with refusals():
+                try:
                     spoken = model.times(mel, one, weights=weights) if how.times else []
+                except InputError:
+                    raise
+                except ValueError as error:  # a text that the alignment has no path for
+                    print(f"{name}: no times: {error}", file=sys.stderr)
+                    spoken = []
                 yield Transcript(name, model.written(one), one.score, spoken)
 
 

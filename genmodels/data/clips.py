@@ -54,6 +54,16 @@ class Clip:
     split: str | None = None
     problem: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Its name without the line of its list.
+
+        Example:
+            >>> Clip(Path("a.wav"), "take (1).wav (clips.csv, line 2)").name, Clip(Path("b.wav"), "take (2).wav").name
+            ('take (1).wav', 'take (2).wav')
+        """
+        return self.where.rpartition(" (")[0] if re.search(r" \([^()]*, line \d+\)$", self.where) else self.where
+
 
 def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -> list[Clip]:
     """The clips of a layout, in a fixed order.

@@ -114,7 +114,7 @@ def read_utterance(
     label = None if clip.label is None else labels.index(clip.label)
     if any(finding.is_error for finding in found):
         return None, found
-    return Utterance(clip.where.split(" (")[0], recording, tuple(tokens), text, speaker, label, clip.split), found
+    return Utterance(clip.name, recording, tuple(tokens), text, speaker, label, clip.split), found
 
 
 def _read_text(clip: Clip, symbols: Symbols, form: TextForm, language: str, note) -> tuple[str, list[int]]:
@@ -325,7 +325,8 @@ class Speech(DataModule):
 
     def training_batches(self, data: Utterances) -> BucketedBatchSampler:
         """Batches of items of about the same length."""
-        return BucketedBatchSampler(data.frames(), self.batch_size, self.max_frames, self.order_seed, self._processes)
+        frames = data.frames() if data.length is None else torch.full((len(data),), data.length)
+        return BucketedBatchSampler(frames, self.batch_size, self.max_frames, self.order_seed, self._processes)
 
     def findings(self) -> list[Finding]:
         """All errors and warnings about these data, item by item.
@@ -349,7 +350,10 @@ class Speech(DataModule):
 
     def warnings(self) -> list[str]:
         """One line for each usable item that should be checked."""
-        return [str(finding) for finding in self.findings() if not finding.is_error]
+        try:
+            return [str(finding) for finding in self.findings() if not finding.is_error]
+        except InputError:  # one of the problems
+            return []
 
 
 def mel_config(given: dict) -> MelConfig:
@@ -363,8 +367,16 @@ def mel_config(given: dict) -> MelConfig:
         40
     """
     require_known("data.mel", given, [field.name for field in fields(MelConfig)])
+    numbers = {key: value for key, value in given.items() if key != "padding"}
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"data.mel.{key}={value!r} must be a number")
+        if not key.startswith("f_"):
+            if value != int(value):
+                raise InputError(f"data.mel.{key}={value} must be a whole number")
+            numbers[key] = int(value)
     try:
-        return MelConfig(**given)
+        return MelConfig(**given | numbers)
     except (ValueError, TypeError) as error:
         raise InputError(f"data.mel: {error}") from error
 

@@ -94,6 +94,11 @@ def _condition(items: list[Utterance]) -> TextCondition | Tensor | None:
     return text_condition([item.tokens for item in items], [item.speaker for item in items])
 
 
+def _width(longest: int) -> int:
+    """The frames of a batch with such a longest item."""
+    return -(-longest // _FRAMES) * _FRAMES
+
+
 def padded_mels(mels: Sequence[Tensor], lengths: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Mels (n_mels, .) as one tensor (B, n_mels, T), padded with silence, and its mask (B, 1, T).
 
@@ -107,7 +112,7 @@ def padded_mels(mels: Sequence[Tensor], lengths: Tensor, width: int | None = Non
         >>> x.shape, mask.sum(-1).flatten()
         (torch.Size([2, 2, 8]), tensor([4, 6]))
     """
-    width = width or -(-int(lengths.max()) // _FRAMES) * _FRAMES
+    width = width or _width(int(lengths.max()))
     x = torch.full((len(mels), mels[0].shape[0], width), FLOOR)
     for row, mel in zip(x, mels, strict=True):
         row[:, : mel.shape[1]] = mel
@@ -185,8 +190,8 @@ class BucketedBatchSampler(ResumableBatchSampler):
     ):
         super().__init__(len(frames), batch_size, order_seed, processes)
         self.frames, self.max_frames = frames.double(), max_frames
-        if max_frames is not None and int(frames.max()) > max_frames:
-            raise InputError(f"data.max_frames={max_frames} is less than the {int(frames.max())} frames of the longest "
+        if max_frames is not None and (most := _width(int(frames.max()))) > max_frames:
+            raise InputError(f"data.max_frames={max_frames} is less than the {most} frames of a batch of the longest "
                              "item: raise it, or leave long items out by data.max_seconds")
         self.cuts = self._cuts()
 
@@ -197,7 +202,7 @@ class BucketedBatchSampler(ResumableBatchSampler):
             return [self.batch_size] * whole + [rest] * bool(rest)
         sizes, count = [], 0
         for length in self.frames.sort().values.tolist():
-            if count == self.batch_size or (count + 1) * length > self.max_frames:
+            if count == self.batch_size or (count + 1) * _width(int(length)) > self.max_frames:
                 sizes.append(count)
                 count = 0
             count += 1

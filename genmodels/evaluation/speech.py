@@ -184,17 +184,17 @@ def _options(opened: Opened) -> dict:
     return {"seed": request.seed, "weights": weights_of(request.ema), **warm, **opened.sampler_options()}
 
 
-def _asked(batch: Batch, texts: Sequence[str]) -> list[tuple[str, int | None]]:
-    """Each text with its speaker."""
-    speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
-    return list(zip(texts, speakers, strict=True))
+def _asked(opened: Opened, batch: Batch, texts: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Each text with its speaker, by name."""
+    numbers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
+    return [(text, None if k is None else opened.spec.speakers[k]) for text, k in zip(texts, numbers, strict=True)]
 
 
 def _synthesised(
     opened: Opened, batch: Batch, texts: Sequence[str], **given
 ) -> tuple[list[dict], list[float], list[Outcome]]:
     """The mel of each text, synthesised alone, with its seconds and its outcome; `given` are further options."""
-    model, options, asked = opened.model, _options(opened) | given, _asked(batch, texts)
+    model, options, asked = opened.model, _options(opened) | given, _asked(opened, batch, texts)
     with refusals():
         model.sample(1, asked[0][1], text=texts[0], **options)  # a warm-up, which is not timed
     synthesised, seconds, outcomes = [], [], []
@@ -266,7 +266,7 @@ def _pitch(
 def _first_audio(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[float, bool]:
     """The median seconds from a text to the first of its sound by Griffin-Lim, and whether it came in chunks."""
     vocoder, options, waited = GriffinLim(MelConfig(**opened.spec.mel)), _options(opened), []
-    for text, speaker in _asked(batch, texts):
+    for text, speaker in _asked(opened, batch, texts):
         began, pieces = time.monotonic(), None
         if vocoder.config.padding == "hifigan":
             with suppress(InputError):  # of models that make their mels whole
@@ -340,7 +340,7 @@ def _recordings(opened: Opened, count: int) -> list[Path] | None:
     layout, root = (getattr(opened.datamodule, name, None) for name in ("layout", "root"))
     if items is None or layout is None:
         return None
-    places = {clip.where.split(" (")[0]: clip.path for clip in read_clips(layout, root, allow_partial=True)}
+    places = {clip.name: clip.path for clip in read_clips(layout, root, allow_partial=True)}
     paths = [places.get(item.name) for item in items[:count]]
     return None if None in paths else paths
 

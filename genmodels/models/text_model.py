@@ -144,7 +144,7 @@ class TextReader:
         return TextCondition(tokens, mask, None if number is None else torch.full((len(texts),), number))
 
     def speaker(self, wanted: int | str | None) -> int | None:
-        """The number of a speaker, by default the first; None for a model without speakers."""
+        """The number of a speaker given by name, else by number; by default the first; None without speakers."""
         names = list(self.spec.speakers)
         if not names:
             if wanted is not None:
@@ -152,8 +152,8 @@ class TextReader:
             return None
         if wanted is None:
             return 0
-        if isinstance(wanted, str) and wanted in names:
-            return names.index(wanted)
+        if str(wanted) in names:  # names may be numbers
+            return names.index(str(wanted))
         if isinstance(wanted, int) and 0 <= wanted < len(names):
             return wanted
         raise InputError(f"cond={wanted!r} is no speaker of this model: there are {', '.join(names)}")
@@ -425,9 +425,10 @@ class AlignedModel(TextModel):
         if not 0 < seconds <= _LONGEST:
             raise InputError(f"seconds must be positive and at most {_LONGEST}, got {seconds:g}")
         rate, hop = self.spec.mel["sample_rate"], self.spec.mel["hop"]
-        frames = torch.full((len(asked.index),), -(-round(seconds * rate) // hop), device=self.device)
+        further = self.spec.mel.get("padding") == "tacotron"  # N frames are then N - 1 hops
+        frames = torch.full((len(asked.index),), -(-round(seconds * rate) // hop) + further, device=self.device)
         if given is not None and not torch.equal(given.sum(1), frames):
-            lasting = float(given.sum(1)[0]) * hop / rate
+            lasting = (float(given.sum(1)[0]) - further) * hop / rate
             raise InputError(f"durations come to {lasting:.2f} s and seconds={seconds:g} was asked for: leave one out")
         return frames, given
 

@@ -191,8 +191,8 @@ class Search:
         if self.language is None or not text:
             return 0.0
         if text not in self._fused:
-            added = self.weight * float(self.language.log_probs(text[:-1])[text[-1]])
-            self._fused[text] = self.fused(text[:-1]) + added
+            own = float(self.language.log_probs(text[:-1])[text[-1]])
+            self._fused[text] = self.fused(text[:-1]) + self.weight * own
         return self._fused[text]
 
     def ended(self, text: tuple[int, ...]) -> float:
@@ -207,9 +207,7 @@ class Search:
     def second_pass(self, found: list[Hypothesis], length: float = 0.0) -> list[Hypothesis]:
         """The texts of a search, best first; with `rescore` by the scores that shallow fusion gives them.
 
-        Arguments:
-            found: of a search by `first_pass`.
-            length: the exponent by which their scores were divided.
+        `found` is of a search by `first_pass`, whose scores were divided by the exponent `length`.
         """
         if not self.rescore or self.language is None:
             return found
@@ -229,6 +227,7 @@ class Search:
     def finished(self, found: dict[tuple[int, ...], float]) -> list[Hypothesis]:
         """All of them as finished texts, best first."""
         ends = [Hypothesis(text, p + self.ended(text)) for text, p in found.items()]
+        self._fused.clear()  # of one recording
         return sorted(ends, key=lambda one: one.score, reverse=True)
 
 
@@ -332,8 +331,7 @@ def beam_search(
         >>> [(one.tokens, round(math.exp(one.score), 2)) for one in found]
         [((), 0.3), ((1,), 0.21)]
     """
-    alive: dict[tuple[int, ...], float] = {(): 0.0}
-    ends: list[Hypothesis] = []
+    alive, ends = {(): 0.0}, []
     tokens = torch.tensor([BLANK], device=device)
     for length in range(longest + 1):
         log_probs, state = step(tokens, state)
@@ -355,6 +353,7 @@ def beam_search(
             break
         state = _rows(state, torch.tensor([places[text[:-1]] for text in alive], device=device))
         tokens = torch.tensor([text[-1] for text in alive], device=device)
+    how._fused.clear()  # of one recording
     return [one for one in ends if one.score > -math.inf]
 
 

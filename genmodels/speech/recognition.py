@@ -354,14 +354,27 @@ def _bin(
     own, rate = drawn(edits), pooled(edits).rate
     others = {name: (pooled(found).rate, drawn(found)) for name, found in toplines.items()}
     return ErrorBin(
-        low, high, len(edits), Interval(rate, *_middle(own, len(edits))),
-        {name: Interval(value, *_middle(found, len(edits))) for name, (value, found) in others.items()},
-        {name: Difference(rate - value, *_middle(own - found, len(edits))) for name, (value, found) in others.items()},
+        low, high, len(edits), Interval(rate, *_rates(_middle(rate, own, len(edits)))),
+        {name: Interval(value, *_rates(_middle(value, found, len(edits)))) for name, (value, found) in others.items()},
+        {name: Difference(rate - value, *_middle(rate - value, own - found, len(edits)))
+         for name, (value, found) in others.items()},
     )  # fmt: skip
 
 
-def _middle(values: np.ndarray, utterances: int) -> tuple[float, float]:
-    """The central 95 %; NaN for a single utterance, of which all samples are equal."""
+def _middle(value: float, values: np.ndarray, utterances: int) -> tuple[float, float]:
+    """The central 95 % of bootstrap samples, wider for few utterances; NaN for one, of which all samples are equal.
+
+    The bootstrap's spread lacks a factor of sqrt(n / (n - 1)), and a t distribution of n - 1 degrees of freedom is
+    wider than a Gaussian; both ends are moved away from the value by the product.
+    """
     if utterances < 2:
         return float("nan"), float("nan")
-    return tuple(float(v) for v in np.quantile(values, (0.025, 0.975)))
+    from scipy.stats import norm, t
+
+    wider = math.sqrt(utterances / (utterances - 1)) * t.ppf(0.975, utterances - 1) / norm.ppf(0.975)
+    return tuple(float(value + wider * (end - value)) for end in np.quantile(values, (0.025, 0.975)))
+
+
+def _rates(ends: tuple[float, float]) -> tuple[float, float]:
+    """The ends of an interval of a rate, which is not below 0."""
+    return tuple(end if math.isnan(end) else max(0.0, end) for end in ends)

@@ -32,8 +32,8 @@ _ABBREVIATIONS = {
 _ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
-#: Abbreviations that stand before a name or a number, and so never at the end of a sentence.
-_TITLES = ("mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
+#: Initials, and abbreviations that stand before a name or a number: none is at the end of a sentence.
+_TITLES = ("[a-z]", "mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
 _SENTENCE_END = re.compile(
     r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES) + r"(?!(?<=\bno\.)\s+\d)\s+", re.IGNORECASE)
 
@@ -65,11 +65,11 @@ def normalise(text: str, language: str = "en") -> str:
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = _NUMBERED.sub("number ", found)
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
+    found = re.sub(r"(?<![\w.,)])-(?=[\d$\u00a3\u20ac])", "minus ", found)
     if any(c.isdigit() for c in found):
         found = _read_numbers(found, language)
     found = found.replace("%", " percent ")
-    found = re.sub(r"\s+", " ", found)
-    found = re.sub(r" (?=[,.;:?!)])", "", found).strip()
+    found = re.sub(r" (?=[,.;:?!)]|-\w)", "", re.sub(r"\s+", " ", found)).strip()
     if not any(c.isalpha() for c in found):
         raise ValueError(f"the text {text!r} has no letters to read")
     return found

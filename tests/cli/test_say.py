@@ -13,6 +13,7 @@ from PIL import Image
 from scipy.io import wavfile
 
 import genmodels as gm
+from genmodels.cli.main import main
 from genmodels.cli.sample import run
 from genmodels.cli.say import SynthesisOptions, read_durations, say, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
@@ -333,6 +334,19 @@ def test_mels_in_pieces_are_mels_at_once(one_voice, chunk):
     pieces, lines = stream_texts(one_voice, TEXTS, how, None, chunk=chunk, takes=2, start=1)
     same(pieces, whole)
     assert len(lines) == 4 and "first chunk" in lines[0] and all(one.wave is None for one in pieces)
+
+
+def test_sound_that_cannot_be_streamed_is_refused(one_voice):
+    vocoder = GriffinLim(MelConfig(padding="tacotron"), iterations=1)
+    with pytest.raises(InputError, match="data.mel.padding=tacotron are not streamed: leave stream out"):
+        stream_texts(one_voice, TEXTS, SynthesisOptions(), vocoder)
+
+
+def test_sound_that_is_not_finite_is_one_line_in_pieces_too(ckpt, tmp_path, capsys):
+    for more in ([], ["stream=true"]):
+        words = ["text=Hello there.", "temperature=1e6", f"out={tmp_path}/a.wav", *more]
+        assert main(["sample", f"ckpt={ckpt}", *words]) == 1
+        assert "louder than any sound" in capsys.readouterr().err
 
 
 def test_sound_in_pieces_is_sound_at_once(one_voice):

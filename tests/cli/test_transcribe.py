@@ -100,6 +100,16 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == first
 
 
+def test_a_text_without_times_is_printed_all_the_same(ckpt, capsys, monkeypatch):
+    def no_path(*arguments, **options):
+        raise ValueError("82 characters have no path in 82 frames")
+
+    monkeypatch.setattr(Recognizer, "times", no_path)
+    assert main(["transcribe", f"ckpt={ckpt}", *FILES[:2], "times=true"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and err.count("no times: 82 characters have no path") == 2 and FILES[1] in err
+
+
 def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     """Scores with and without differ by its weighted log-probability; a checkpoint of another family is refused."""
     torch.manual_seed(0)

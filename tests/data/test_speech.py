@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.data import clips as mel_files
-from genmodels.data.clips import MelFiles, cell_statistics, read_clips
-from genmodels.data.speech import Speech
-from genmodels.data.utterances import FLOOR, BucketedBatchSampler, Utterances, joined
+from genmodels.data.clips import Clip, MelFiles, cell_statistics, read_clips
+from genmodels.data.speech import Speech, mel_config
+from genmodels.data.utterances import FLOOR, BucketedBatchSampler, Utterances, joined, padded_mels
 from genmodels.speech.audio import MelConfig
 
 RATE = 22050
@@ -289,6 +290,51 @@ def test_processes_share_a_batch_without_overlap():
     assert sorted(k for share in shares for batch in share for k in batch) == list(range(32))
     with pytest.raises(InputError, match="max_frames=60"):
         BucketedBatchSampler(frames, 8, max_frames=60)
+
+
+@pytest.mark.parametrize("limit", [400, 1000, 1600])
+def test_no_batch_has_more_frames_than_allowed_with_its_padding(limit):
+    frames = torch.randint(20, 400, (50,), generator=torch.Generator().manual_seed(0)).clamp(max=limit // 64 * 64)
+    for _, positions in BucketedBatchSampler(frames, 16, max_frames=limit):
+        x, _ = padded_mels([torch.zeros(2, n) for n in frames[positions].tolist()], frames[positions])
+        assert len(x) * x.shape[2] <= limit
+
+
+def test_classes_have_batches_of_the_longest(tmp_path):
+    for label in ("one", "two"):
+        (tmp_path / label).mkdir()
+        for k in range(6):
+            sound = np.random.default_rng(k).normal(size=RATE // 4 * (1 + k % 3)) / 10
+            wavfile.write(tmp_path / label / f"{k}.wav", RATE, sound.astype("float32"))
+    data = Speech(layout="folder", root=str(tmp_path), max_frames=400, val_fraction=0.2, test_fraction=0.2).prepare()
+    train = data.split("train")
+    for _, positions in data.training_batches(train):
+        assert train.__getitems__(positions).x[:, 0].numel() <= 400
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"sample_rate": 16000.5}, "data.mel.sample_rate=16000.5 must be a whole number"),
+    ({"hop": "256"}, "data.mel.hop='256' must be a number"),
+    ({"n_mels": True}, "data.mel.n_mels=True must be a number"),
+])  # fmt: skip
+def test_settings_of_mels_are_numbers(given, said, refuses):
+    refuses(InputError, re.escape(said), mel_config, given)
+
+
+def test_whole_floats_are_whole_numbers():
+    assert mel_config({"sample_rate": 16e3, "hop": 256.0}) == MelConfig(sample_rate=16000, hop=256)
+    assert isinstance(mel_config({"hop": 256.0}).hop, int)
+
+
+def test_recordings_with_brackets_in_their_names_keep_their_names():
+    named = [Clip(Path(f"take ({k}).wav"), f"take ({k}).wav (clips.csv, line {k})") for k in (1, 2)]
+    assert [clip.name for clip in named] == ["take (1).wav", "take (2).wav"]
+    assert Clip(Path("take (3).wav"), "take (3).wav").name == "take (3).wav"
+
+
+def test_a_missing_folder_has_no_further_warnings():
+    data = Speech(layout="ljspeech", root="/nowhere")
+    assert len(data.problems()) == 1 and data.warnings() == []
 
 
 def test_an_item_is_the_same_alone_and_in_a_batch():

@@ -155,6 +155,14 @@ def test_speakers_by_name():
     assert found.log_likelihood(batch(speaker=True)).nats.isfinite().all()
 
 
+def test_speakers_whose_names_are_numbers():
+    found = model(("1", "84"))
+    mels = [found.sample(1, cond=name, text="a cab", temperature=0.0, durations=[[2] * 5]).x
+            for name in (1, "1", 84, "84", 0)]
+    assert torch.equal(mels[0], mels[1]) and torch.equal(mels[2], mels[3]) and torch.equal(mels[4], mels[0])
+    assert not torch.allclose(mels[0], mels[2], atol=1e-3)
+
+
 def test_posterior_of_the_alignment_sums_to_one():
     found, data = model(), batch()
     posterior = found.posterior(data)

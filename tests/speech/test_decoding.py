@@ -106,6 +106,14 @@ def test_fusion_ranks_all_texts_by_both():
     assert found[0].tokens == max(scores, key=scores.get)
 
 
+def test_scores_of_a_language_model_are_kept_for_one_recording_alone():
+    how = Search(beam=4, language=language(), weight=0.7)
+    ctc_beam(rows(5, 3), how)
+    assert how._fused == {}
+    attention_lists(how)
+    assert how._fused == {}
+
+
 def attention_lists(how: Search) -> list:
     """Texts of up to four characters by a model that only counts characters."""
     steps = rows(6, 3, 7)

@@ -49,13 +49,23 @@ def test_bins_are_counted_by_hand():
     assert [(b.shortest, b.longest) for b in words] == [(1, 50), (51, 100), (30, 70)]
 
 
-def test_intervals_cover_the_truth():
+@pytest.mark.parametrize("count", [3, 6, 40])
+def test_intervals_cover_the_truth(count):
     # Of 200 experiments 95 % should; four standard errors below that still counts.
     covered = 0
     for seed in range(200):
-        interval = error_curve(utterances(40, 0.2, seed), draws=200, width=1000, seed=seed)[-1].rate
+        interval = error_curve(utterances(count, 0.2, seed), draws=200, width=1000, seed=seed)[-1].rate
         covered += interval.low <= 0.2 <= interval.high
     assert covered / 200 > 0.95 - 4 * math.sqrt(0.95 * 0.05 / 200)
+
+
+def test_few_utterances_claim_no_difference_that_is_not_there():
+    """Five per cent may be, and four standard errors more."""
+    claimed = 0
+    for seed in range(200):
+        one, other = utterances(3, 0.2, seed), utterances(3, 0.2, 1000 + seed)
+        claimed += error_curve(one, {"other": other}, draws=200, width=1000, seed=seed)[-1].differences["other"].claimed
+    assert claimed / 200 < 0.05 + 4 * math.sqrt(0.05 * 0.95 / 200)
 
 
 def test_differences_are_paired():

@@ -200,6 +200,15 @@ def test_long_texts_lose_nothing():
     assert "".join("".join(parts).split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize("text, parts", [
+    ("J. R. Smith came. He left.", ["J. R. Smith came.", "He left."]),
+    ("The U.S. Army came. It won.", ["The U.S. Army came.", "It won."]),
+    ("It is 5. Then 6.", ["It is 5.", "Then 6."]),
+])  # fmt: skip
+def test_initials_end_no_sentence(text, parts):
+    assert sentences(text) == parts
+
+
 def test_titles_and_numbers_end_no_sentence():
     text = "Dr. Who met Mr. Smith at No. 7. He said no. So MRS. Jones vs. 12 men; etc. It ended."
     assert sentences(text) == ["Dr. Who met Mr. Smith at No. 7.", "He said no.", "So MRS. Jones vs. 12 men;", "etc.",
