@@ -314,10 +314,14 @@ def streamable(mechanism: nn.Module | None) -> bool:
 
 
 class StreamState(NamedTuple):
-    """The streaming state of an encoder: the last frames of its subsampling, and the states of its layers."""
+    """The streaming state of an encoder: the last frames of its subsampling, the states of its layers, and the end.
+
+    After a piece that is not of whole chunks the stream has ended.
+    """
 
     frames: tuple[Tensor, ...]
     layers: tuple[LayerState | Cache, ...]
+    ended: bool = False
 
 
 class SpeechEncoder(nn.Module):
@@ -406,13 +410,15 @@ class SpeechEncoder(nn.Module):
             state: the state after the previous call, None at the beginning.
 
         Raises:
-            ValueError: for an attention that is not streamable.
+            ValueError: for an attention that is not streamable, or frames after a piece that was not of whole chunks.
         """
         if self.chunk is None:
             raise ValueError("this attention sees the whole: for streaming use attention = xl_chunks or music")
+        if state is not None and state.ended:
+            raise ValueError(f"only the last piece of a stream may have frames that are not a multiple of {self.chunk}")
         h, frames = self.front.extend(x, None if state is None else state.frames)
         layers = []
         for number, layer in enumerate(self.layers):
             h, after = layer.extend(h, None if state is None else state.layers[number])
             layers.append(after)
-        return self.norm(h), StreamState(frames, tuple(layers))
+        return self.norm(h), StreamState(frames, tuple(layers), x.shape[2] % self.chunk > 0)

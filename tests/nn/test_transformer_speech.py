@@ -90,6 +90,10 @@ def test_streams_that_forget_are_noticed(monkeypatch):
 def test_what_has_no_stream_and_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="use attention = xl_chunks"):
         encoder().extend(padded()[0])
+    net = encoder(attention="music")
+    _, state = net.extend(padded()[0][:, :, :3])
+    with pytest.raises(ValueError, match="only the last piece of a stream .* not a multiple of 2"):
+        net.extend(padded()[0][:, :, 3:5], state)
     assert encoder(attention="music").chunk == 2 and encoder(attention="xl_chunks", subsampling=4).chunk == 64
     for options, said in (({"subsampling": 3}, "2 or 4"), ({"convolution": 4}, "must be odd"),
                           ({"attention": "swin2d"}, "not one of"), ({"heads": 3}, "divide")):

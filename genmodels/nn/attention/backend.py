@@ -237,10 +237,14 @@ def choose(backend: str, derivatives: int, position: Position, device_type: str)
 
 
 def count(
-    kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, size: int, masked: bool
+    kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, size: int, masked: bool,
+    rotated: int,
 ) -> Path:
-    """The path with its memory beyond q, k, v and the result; `size` is the number of bytes of a value."""
-    turned = batch * position.dim * (Lq + Lk) * size if position.rotates else 0
+    """The path with its memory beyond q, k, v and the result, of a block of Lq queries and Lk keys.
+
+    `size` is the number of bytes of a value, `rotated` that of all queries and keys, which are rotated before.
+    """
+    turned = batch * position.dim * rotated * size if position.rotates else 0
     if kind == "flex":
         return Path(kind, reason, turned + position.heads * (Lq + Lk) * 4)
     bias = position.score_elements(batch, Lq, Lk)

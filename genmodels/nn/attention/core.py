@@ -304,12 +304,12 @@ class Attention(nn.Module):
         dropping = self.training and self.dropout > 0
         if dropping and kind != "explicit":
             kind, reason = "explicit", f"{kind} in evaluation: dropout in training takes the weights themselves"
-        blocks = None if kind == "flex" or dropping else self._blocks(Lq, Lk, 0, 0)
+        blocks, rotated = None if kind == "flex" or dropping else self._blocks(Lq, Lk, 0, 0), Lq + Lk
         if blocks is not None:
             reason = f"{reason}; in {len(blocks)} blocks of queries, since the reach is bounded"
             Lq = max(queries.stop - queries.start for queries, _ in blocks)
             Lk = max(keys.stop - keys.start for _, keys in blocks)
-        return paths.count(kind, reason, self.position, self.reach, batch, Lq, Lk, dtype.itemsize, masked)
+        return paths.count(kind, reason, self.position, self.reach, batch, Lq, Lk, dtype.itemsize, masked, rotated)
 
     def _prepare(self, x, memory, mask, memory_mask, cache, offset, space) -> Call:
         """Check and project the inputs of a call, rotate them and join them with the past."""

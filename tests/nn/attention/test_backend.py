@@ -38,6 +38,9 @@ def test_explain_of_a_bounded_reach_counts_blocks():
     attention = Attention(8, 2, TransformerXL(8, 2), window=(10, 0))
     short, long = attention.explain(2048, 2048), attention.explain(8192, 8192)
     assert "in 64 blocks" in long.reason and short.extra_bytes == long.extra_bytes
+    turned = Attention(64, 4, Rotary(64, 4), window=(16, 16))  # queries and keys are rotated whole, before the blocks
+    growth = turned.explain(8192, 8192).extra_bytes - turned.explain(2048, 2048).extra_bytes
+    assert growth == 64 * 2 * (8192 - 2048) * 4
 
 
 @pytest.mark.parametrize("backend", ["auto", "explicit"])
