@@ -103,6 +103,8 @@ def _fail(command: str, message: str, code: int) -> int:
     number = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     if code == 2 and number and command not in ("sample", "evaluate"):
         return code  # a usage error in every process of torchrun or srun: one on each machine reports it
+    if code == 130 and "GENMODELS_LAUNCHED" in os.environ:  # by `core.processes.launch`
+        return code  # because another process failed or the command was stopped, which is reported
     print(printable(f"genmodels{' ' if command else ''}{command}: {message}"), file=sys.stderr)
     return code
 

@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from torch import Tensor
+from typing import Any, SupportsFloat
 
 from genmodels.core.errors import InputError, hint, progress_bar, with_class
 
@@ -53,7 +51,7 @@ class Measured:
     tolerance: float | None = None
 
 
-def largest(values: Iterable[float | Tensor]) -> float:
+def largest(values: Iterable[SupportsFloat]) -> float:
     """The largest of several errors, NaN if one of them is; Python's `max` may lose it.
 
     Example:
