@@ -84,7 +84,7 @@ class RealNVP(FlowModel):
                      attention=(attention, "none"), heads=(heads, 4))
             flow = realnvp_vector(shape[0], couplings=couplings, hidden=hidden, depth=depth, scale=scale, **common)
         elif len(shape) == 3:
-            only_for("vectors: layout= says how many there are", couplings=(couplings, 8))
+            only_for("vectors, and layout= for images", couplings=(couplings, 8))
             flow = realnvp_image(shape, layout=layout, hidden=hidden, depth=depth, net=net, scale=scale,
                                  actnorm=actnorm, attention=attention, heads=heads, **common)
         else:

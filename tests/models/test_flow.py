@@ -255,7 +255,7 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: NSF(COUNTS, preprocess="none"), "preprocess must be one of logit, centre"),
         (lambda: NSF(COUNTS, base="uniform"), "base must be one of normal, diagonal, class"),
         (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),
-        (lambda: RealNVP(DIGITS, couplings=64), "couplings=64 is for vectors: layout="),
+        (lambda: RealNVP(DIGITS, couplings=64), "couplings=64 is for vectors, and layout= for images"),
         (lambda: RealNVP(TABLE, layout=["channel*2"]), "layout=.* is for images: leave it out"),
         (lambda: RealNVP(TABLE, net="gated"), "net=gated is for images"),
         (lambda: RealNVP(TABLE, actnorm=False), "actnorm=False is for images"),
