@@ -18,6 +18,10 @@ from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, 
 
 SPLITS = ("train", "val", "test")
 
+_EXAMINED = 20_000  # items that are checked for constant columns and copies
+_CONSTANT = "is constant"
+_FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
+
 
 def items_of(split: str) -> str:
     """The items of a split in words.
@@ -27,9 +31,6 @@ def items_of(split: str) -> str:
         ('test items', 'training items')
     """
     return f"{ {'train': 'training', 'val': 'validation'}.get(split, split)} items"
-_EXAMINED = 20_000  # items that are checked for constant columns and copies
-_CONSTANT = "is constant"
-_FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
 
 
 class OfLightning:

@@ -372,7 +372,7 @@ def mel_config(given: dict) -> MelConfig:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(f"data.mel.{key}={value!r} must be a number")
         if not key.startswith("f_"):
-            if value != int(value):
+            if not float(value).is_integer():
                 raise InputError(f"data.mel.{key}={value} must be a whole number")
             numbers[key] = int(value)
     try:

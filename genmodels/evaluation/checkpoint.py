@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -301,11 +300,10 @@ def _require_same_division(datamodule: DataModule, trained: dict, asked: dict) -
     """Raise an InputError for an option that would hold out items that the model was trained on."""
     if datamodule.draws_items or "file" in asked:
         return
-    usual = inspect.signature(type(datamodule)).parameters
     for key in ("seed", "val_fraction", "test_fraction"):
-        if key in asked and asked[key] != (then := trained.get(key, usual[key].default)):
+        if key in asked and asked[key] != trained.get(key, asked[key]):
             raise InputError(f"data.{key}={asked[key]} divides {datamodule.spec.name} anew and would hold out items "
-                             f"that the model was trained on (data.{key}={then}): leave it out")
+                             f"that the model was trained on (data.{key}={trained[key]}): leave it out")
 
 
 class EvaluationState:

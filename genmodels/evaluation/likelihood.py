@@ -385,7 +385,7 @@ class LikelihoodStage:
             entry.values, entry.seconds = f"nats_{number}", time.monotonic() - start
             report.likelihood.append(entry)
             self.state.arrays[f"nats_{number}"] = found.nats
-            if bool((found.dims != found.dims[:1]).any()):
+            if entry.unit != "nats" and (spec.levels is None or bool((found.dims != found.dims[:1]).any())):
                 self.state.arrays[f"dims_of_nats_{number}"] = found.dims.long()
             report.failed += faults(entry)
             report.warnings += notes_on(entry)

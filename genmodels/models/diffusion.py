@@ -260,7 +260,7 @@ class DiffusionModel(GenerativeModel):
             cond=self._cond(batch), mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
         )
         made |= {"noise": self.noise} if self.noise else {}
-        made |= {"variance": self.elbo.variance} | {"seed": seed} | self._given(batch, weights)
+        made |= {"variance": self.elbo.variance, "seed": seed} | self._given(batch, weights)
         parts = found.parts
         if self.spec.levels is None:
             parts["scale"] = self._log_scale(batch.mask).expand(len(index))

@@ -315,6 +315,7 @@ def test_classes_have_batches_of_the_longest(tmp_path):
 @pytest.mark.parametrize("given, said", [
     ({"sample_rate": 16000.5}, "data.mel.sample_rate=16000.5 must be a whole number"),
     ({"hop": "256"}, "data.mel.hop='256' must be a number"),
+    ({"hop": float("inf")}, "data.mel.hop=inf must be a whole number"),
     ({"n_mels": True}, "data.mel.n_mels=True must be a number"),
 ])  # fmt: skip
 def test_settings_of_mels_are_numbers(given, said, refuses):

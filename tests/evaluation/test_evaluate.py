@@ -18,13 +18,16 @@ import torch
 
 from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
+from genmodels.data.arrays import Arrays
 from genmodels.data.speech import Speech
 from genmodels.data.text import TextFile
+from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
 from genmodels.energy import LogPartition
-from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
+from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request, _require_same_division
 from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.sample_quality import sample_parts
@@ -154,7 +157,8 @@ def gaussians(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("gaussians")
     x = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, size=1000)
     np.savez(folder / "gauss.npz", x=x.astype("float32"))
-    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "gauss.npz"), "test_fraction": 0.2}
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "gauss.npz"), "test_fraction": 0.2,
+            "seed": 0}  # fmt: skip
     spec = build(data).prepare().spec
     for name, (kind, options) in FAMILIES.items():
         save(kind(spec, mean=MEAN, covariance=COVARIANCE, **options), folder / name / "best.ckpt", data)
@@ -200,6 +204,24 @@ def test_items_that_a_model_was_trained_on_are_not_held_out(gaussians, tmp_path)
         assert f"{word} divides gauss anew and would hold out items that the model was trained on" in err
     words = ["data.test_fraction=0.2", "stages=[cost]", f"out={tmp_path}/a.json"]
     evaluate(f"ckpt={gaussians}/flow", *words, cwd=tmp_path)
+
+
+class Mirrored(Arrays):
+    """A data set that hands its options on, as CIFAR-10 does."""
+
+    def __init__(self, **shared):
+        super().__init__(**shared)
+
+
+@pytest.mark.parametrize("asked, refused", [
+    ({"seed": 5}, True), ({"seed": 0}, False), ({"root": "elsewhere"}, False), ({"seed": 5, "file": "b.npz"}, False),
+])  # fmt: skip
+def test_every_data_set_is_divided_as_in_training(gaussians, asked, refused):
+    data = Mirrored(file=str(gaussians / "gauss.npz")).prepare()
+    expected = pytest.raises(InputError, match="divides gauss anew") if refused else contextlib.nullcontext()
+    with expected:
+        _require_same_division(data, {"seed": 0}, asked)
+    _require_same_division(Toy(n_train=9, n_val=9, n_test=9).prepare(), {"seed": 0}, {"seed": 5})  # draws other points
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(gaussians, tmp_path, monkeypatch):
