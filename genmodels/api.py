@@ -246,7 +246,7 @@ class Model:
         number = torch.arange(len(x))
         if cond is not None and not isinstance(cond, TextCondition):
             with refusals():
-                cond = self.network.labels(cond.tolist() if hasattr(cond, "tolist") else cond, number).cpu()
+                cond = self.network.labels(cond, number).cpu()
         return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
 
     def transcribe(

@@ -269,7 +269,8 @@ def _controls(gr, model: gm.Model, *names: str, n: int = 20, without: str = "no 
     """Controls of the named sampling options that a model takes; defaults of the command, but fewer rounds."""
     network, spec = model.network, model.spec
     classes = list(spec.speakers) or [class_name(spec, k) for k in range(network.num_classes or 0)]
-    choices = [*([] if spec.speakers else [(without, "")]), *((name, k) for k, name in enumerate(classes))]
+    values = spec.as_given(list(range(len(classes))))
+    choices = [*([] if spec.speakers else [(without, "")]), *zip(classes, values, strict=True)]
     made = {
         "n": lambda: gr.Slider(1, max(64, 4 * n), n, step=1, label="Samples"),
         "cond": lambda: gr.Dropdown(choices, value=choices[0][1], label="Speaker" if spec.speakers else "Class"),

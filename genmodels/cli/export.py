@@ -179,6 +179,9 @@ def _both_ways(model: GenerativeModel, flow: Flow, points: Tensor, classes: dict
 
 
 def _spoken(model: GenerativeModel, core: nn.Module) -> list[Graph]:
+    if not model.generates:
+        raise InputError(f"{an(model.family)} reads texts from mels and is exported as weights alone: "
+                         "out=model.safetensors")
     if not isinstance(model, GlowTTS):
         raise InputError(f"{an(model.family)} makes a mel in a loop whose length its text decides, which no graph "
                          "holds: out=model.safetensors holds all of it, and glow_tts can be exported")

@@ -25,7 +25,7 @@ from genmodels.evaluation.samples import (
     write_samples,
 )
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.plots.images import LEGIBLE, grid, images_of
+from genmodels.plots.images import LEGIBLE, grid, has_picture, images_of
 
 _CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
@@ -141,6 +141,8 @@ def run(
     check_writable("out", target)
     if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
         raise InputError("path: a strip shows images, a .gif points too")
+    if path is not None and not has_picture(model.spec):
+        raise InputError(f"path: samples of shape {model.spec.event_shape} have no picture: leave path out")
     if interpolate is not None:
         unused = [key for key, value in given.items() if value is not None and key != "ema"]
         plain = (("n", n, USUAL_NUMBER), ("seed", seed, 0), ("start", start, 0))

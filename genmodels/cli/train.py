@@ -261,6 +261,10 @@ def _resumed(
         changed = check_same(header | {"config": then}, network.run_config, path)
     except InputError as error:
         raise InputError(f"{error}: its settings are in {path.parent / 'config.yaml'}") from None
+    before, now = header["data"].get("fingerprint"), network.spec.fingerprint
+    if before and before != now:
+        raise InputError(f"resume: the data have changed ({now}; in {path} {before}), so that other items would be "
+                         "held out: restore them, or begin a new run by init=")
     if steps < header["step"]:
         raise InputError(f"the run in {path.parent} has made {header['step']} steps, for {steps} there is nothing "
                          "left to do: give a larger trainer.max_steps (or max_epochs) to go on")

@@ -83,7 +83,8 @@ _DATA = {
     "name": _TEXT, "event_shape": _SIZE.many(1), "levels?": _whole(2, _LARGE).or_null(),
     "num_classes?": _SIZE.or_null(), "class_names?": _TEXT.many(), "entropy?": _NUMBER.or_null(), "mel?": _MEL,
     "statistics?": _STATISTICS, "text?": _WRITTEN, "speakers?": _TEXT.many(), "columns?": _TEXT.many(),
-    "encoding?": _WORD.or_null(), "source?": {"name": _TEXT, "levels?": _whole(2, _LARGE).or_null()},
+    "encoding?": _WORD.or_null(), "fingerprint?": _TEXT,
+    "source?": {"name": _TEXT, "levels?": _whole(2, _LARGE).or_null()},
 }  # fmt: skip
 _CONFIG = {
     "model?": _OPTIONS, "data?": _OPTIONS, "trainer?": {"limit_evaluation?": _SIZE.or_null(), "*": None},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -107,6 +107,7 @@ class DataSpec:
         columns: names of the columns of vectors, empty if they have none.
         encoding: of text whose bytes the integers are, None for other data.
         source: `name` and `levels` of the data set that a flow starts from, None for Gaussian noise.
+        fingerprint: of the items, by which a later change of the data is noticed; empty if unknown.
 
     Example:
         >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
@@ -126,6 +127,7 @@ class DataSpec:
     columns: tuple[str, ...] = ()
     encoding: str | None = None
     source: dict | None = None
+    fingerprint: str = field(default="", compare=False)
 
     def __post_init__(self):
         if None in self.event_shape:
@@ -209,26 +211,57 @@ class DataSpec:
     def classes_named(self, cond: Any) -> list[int]:
         """The numbers of classes given by number or name, one or several; of all for None.
 
+        Where the names are integers, an integer is a name; the elements of tensors and arrays are always numbers.
+
         Example:
             >>> DataSpec("pets", (3,), num_classes=2, class_names=("cat", "dog")).classes_named(["dog", 0])
+            [1, 0]
+            >>> DataSpec("dice", (3,), num_classes=2, class_names=("1", "6")).classes_named([6, "1"])
             [1, 0]
 
         Raises:
             InputError: for a class that does not exist.
         """
+        if cond is None:
+            return list(range(self.num_classes))
+        labels = None if hasattr(cond, "tolist") else self.labels
         cond = cond.tolist() if hasattr(cond, "tolist") else cond
         one = isinstance(cond, str) or not isinstance(cond, Iterable)
-        wanted = list(range(self.num_classes)) if cond is None else [cond] if one else list(cond)
+        wanted = [cond] if one else list(cond)
         if not wanted:
             raise InputError("cond=[] names no class: leave cond out for every class in turn")
         names = [str(name) for name in self.class_names]
-        wanted = [c.item() if hasattr(c, "item") else c for c in wanted]  # scalars of NumPy and PyTorch
-        wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
-        for c in wanted:
+        found = []
+        for given in wanted:
+            c = given.item() if hasattr(given, "item") else given  # scalars of NumPy and PyTorch
+            if isinstance(c, str) and c in names:
+                c = names.index(c)
+            elif labels is not None and type(given) is int:
+                c = labels.index(given) if given in labels else None
             if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < self.num_classes:
-                listed = f" or one of {', '.join(names)}" if names else ""
-                raise InputError(f"cond: class {c!r} does not exist, classes are 0..{self.num_classes - 1}{listed}")
-        return wanted
+                numbers = [f"0..{self.num_classes - 1}"] if labels is None else []
+                listed = " or one of ".join(numbers + ([", ".join(names)] if names else []))
+                raise InputError(f"cond: class {given!r} does not exist, classes are {listed}")
+            found.append(c)
+        return found
+
+    @property
+    def labels(self) -> list[int] | None:
+        """The integers that name the classes, if all names are integers.
+
+        Example:
+            >>> DataSpec("dice", (3,), num_classes=2, class_names=("1", "6")).labels
+            [1, 6]
+        """
+        try:
+            labels = [int(str(name)) for name in self.class_names]
+        except ValueError:
+            return None
+        return labels if labels and len(set(labels)) == len(labels) else None
+
+    def as_given(self, classes: list[int]) -> list[int]:
+        """Classes by number in the form that `classes_named` takes from a list."""
+        return classes if self.labels is None else [self.labels[c] for c in classes]
 
     def require(self, family: str, *, text: bool, source: bool) -> None:
         """Raise an InputError for data with texts, or with another data set as source, if a family takes none."""
@@ -339,6 +372,31 @@ def require_spread(spec: DataSpec, std: Tensor) -> None:
     if bool(constant.any()):
         column = spec.column(int(constant.flatten().nonzero()[0, 0]))
         raise InputError(f"column {column} of {spec.name} is constant and has no density: leave it out")
+
+
+def require_precision(spec: DataSpec, x: Tensor) -> None:
+    """Raise InputError for a column whose offset is so large that single precision rounds its values coarsely.
+
+    Arguments:
+        spec: the data.
+        x: (N, D) float64.
+
+    Example:
+        >>> require_precision(DataSpec("table", (1,)), 1.6e9 + torch.arange(500.0, dtype=torch.float64)[:, None])
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: column 1 of table: values near 1.6e+09 with a standard deviation of 144 are \
+rounded to steps of 128 in single precision: subtract an offset, such as their mean
+    """
+    single = x.float()
+    top, spread = single.abs().amax(0), x.std(0, unbiased=False)
+    step = torch.nextafter(top, top.new_tensor(math.inf)) - top
+    coarse = (step > spread / 100) & (spread > 0) & (single != x).any(0)
+    if bool(coarse.any()):
+        k = int(coarse.nonzero()[0, 0])
+        raise InputError(f"column {spec.column(k)} of {spec.name}: values near {float(top[k]):.3g} with a standard "
+                         f"deviation of {float(spread[k]):.3g} are rounded to steps of {float(step[k]):.3g} in single "
+                         "precision: subtract an offset, such as their mean")
 
 
 def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:

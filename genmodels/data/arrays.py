@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, require_precision
 from genmodels.core.errors import InputError
-from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows, spread_rows
 from genmodels.data.loading import BatchDataset, TensorData
 
 _BLOCK = 2**22
@@ -89,7 +91,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     except InputError:
         raise
     except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-        raise InputError(f"data.file={path} cannot be read: {' '.join(str(error).split())}") from None
+        remedy = ": save it as UTF-8" if isinstance(error, UnicodeError) else ""
+        raise InputError(f"data.file={path} cannot be read: {' '.join(str(error).split())}{remedy}") from None
 
 
 def _read_npy(path: Path) -> dict[str, MappedArray]:
@@ -133,7 +136,9 @@ def columns_of(path: Path) -> tuple[str, ...]:
 def _heading(line: str) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
     delimiter = next((mark for mark in (",", ";", "\t") if mark in line), None)
-    cells = [cell.strip().strip('"') for cell in line.split(delimiter)]
+    line = line.removeprefix("#").strip()  # np.savetxt's
+    split = next(csv.reader([line], delimiter=delimiter)) if delimiter else line.split()
+    cells = [cell.strip().strip('"') for cell in split]
     # A line of mostly numbers is an invalid item, not a header.
     return ([] if 2 * sum(map(_is_number, cells)) > len(cells) else cells), delimiter
 
@@ -293,7 +298,10 @@ class Arrays(DataModule):
             _check_values(x, kind.levels, f"{self.file}" + ("" if name == "all" else f" ({name})"))
             sources[name] = (x, labels[name])
         spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names,
-                        columns=columns_of(self.file))
+                        columns=columns_of(self.file), fingerprint=_fingerprint(sources))
+        if first.dtype == np.float64 and len(spec.event_shape) == 1:
+            rows = spread_rows(len(first), min(len(first), 10_000)).numpy()
+            require_precision(spec, torch.from_numpy(np.array(first[rows])))
         return spec, self._splits(sources, kind)
 
     def _splits(self, sources: dict, kind: ItemKind) -> dict[str, BatchDataset]:
@@ -310,6 +318,15 @@ class Arrays(DataModule):
             data = held[id(x)]
             splits[name] = MappedData(x, kind.convert, y, chosen) if data is None else TensorData(data, y, chosen)
         return splits
+
+
+def _fingerprint(sources: dict) -> str:
+    """The number of items and a hash of a thousand of them, spread over the file."""
+    content = hashlib.sha256()
+    for x, y in sources.values():
+        rows = spread_rows(len(x), min(len(x), 1000))
+        content.update(np.ascontiguousarray(x[rows.numpy()]).tobytes() + (b"" if y is None else y.numpy().tobytes()))
+    return f"{' + '.join(str(len(x)) for x, _ in sources.values())} items, {content.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -145,7 +145,8 @@ class DataModule(OfLightning):
                 items = sum(len(split) for split in splits.values())
                 raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item; "
                                  f"there {'is' if items == 1 else 'are'} {items} in all")
-        self._loaded = spec, splits
+        sizes = ", ".join(f"{len(splits[name])} {name}" for name in SPLITS)
+        self._loaded = replace(spec, fingerprint=spec.fingerprint or sizes), splits
 
     @property
     def spec(self) -> DataSpec:

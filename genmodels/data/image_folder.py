@@ -55,14 +55,21 @@ def decode(file: Path | BinaryIO, size: int, channels: int) -> Tensor:
     if isinstance(file, Path) and not file.is_file() and file.exists():
         raise ValueError(f"is {kind_of(file)}, not a file")
     with Image.open(file) as image:
-        frames = getattr(image, "n_frames", 1)
-        if frames > 1 and image.format not in _SINGLE_PICTURE:
-            raise ValueError(f"holds {frames} frames, not one picture")
-        image.load()
-        mode = "L" if channels == 1 else "RGB"
-        picture = ImageOps.fit(_eight_bit(ImageOps.exif_transpose(image)).convert(mode), (size, size), Image.BICUBIC)
+        picture = fitted(image, (size, size), "L" if channels == 1 else "RGB", Image.Resampling.BICUBIC)
     array = np.array(picture, dtype=np.uint8).reshape(size, size, channels)
     return torch.from_numpy(array).permute(2, 0, 1).contiguous()
+
+
+def fitted(image: Image.Image, size: tuple[int, int], mode: str, resampling: Image.Resampling) -> Image.Image:
+    """An opened picture with 8 bits per channel, upright, resized and cropped around its centre to (width, height).
+
+    A ValueError or OSError explains why a file cannot be used.
+    """
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format not in _SINGLE_PICTURE:
+        raise ValueError(f"holds {frames} frames, not one picture")
+    image.load()
+    return ImageOps.fit(_eight_bit(ImageOps.exif_transpose(image)).convert(mode), size, resampling)
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
@@ -71,7 +78,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
         wide = np.asarray(image).astype(np.int64)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"its values ({image.mode}, 32 bits) have no known range")
+        raise ValueError(f"holds values ({image.mode}, 32 bits) of no known range")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         colours = image.convert("RGBA")
         white = Image.new("RGBA", colours.size, (255, 255, 255, 255))
@@ -258,12 +265,14 @@ class ImageFolder(DataModule):
                 )
         name = self.root.resolve().name or self.name
         shape = (self.channels, self.size, self.size)
-        return DataSpec(name, shape, 256, len(classes) or None, classes), splits
+        content = hashlib.sha256("\n".join(files).encode("utf-8", "surrogateescape")).hexdigest()
+        fingerprint = f"{len(files)} pictures, names {content[:12]}"
+        return DataSpec(name, shape, 256, len(classes) or None, classes, fingerprint=fingerprint), splits
 
     def problems(self) -> list[str]:
-        """One line for each image that cannot be used; without any, the problems that the base class finds."""
+        """One line for each image that stops training; without any, the problems that the base class finds."""
         try:
-            bad = self._examine()[2]
+            bad = {} if self.skip_bad else self._examine()[2]
         except InputError as error:
             return [str(error)]
         return [f"{self.root / name}: {reason}" for name, reason in bad.items()] or super().problems()

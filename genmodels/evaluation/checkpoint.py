@@ -237,6 +237,7 @@ class Opened:
             held[key] = build(node, trust=request.trust).prepare()
         datamodule = held[key]
         fits(model, datamodule.spec)
+        _require_same_items(model.spec, datamodule.spec, request.data, conditional=model.num_classes is not None)
         _require_same_division(datamodule, data_options(header, path), request.data)
         # Of the data that are evaluated, which `data.*` may have changed.
         model.spec = replace(model.spec, name=datamodule.spec.name, entropy=datamodule.spec.entropy)
@@ -290,10 +291,27 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
         then, now = getattr(model.spec, key), getattr(found, key)
         if then != now and not (key == "event_shape" and model.spec.holds(now)):
             raise InputError(f"these data do not fit the checkpoint: {key} is {now}, the model was built for {then}")
+    columns, names = model.spec.columns, found.columns
+    if columns != names and sorted(columns) == sorted(names):
+        raise InputError(f"these data do not fit the checkpoint: the columns are {', '.join(names)}, the model was "
+                         f"built for {', '.join(columns)}: put them in that order")
     if model.num_classes is not None and found.num_classes != model.num_classes:
         now = "no labels" if found.num_classes is None else f"{found.num_classes} classes"
         raise InputError(f"these data do not fit the checkpoint: they have {now}, the model is conditioned on "
                          f"{model.num_classes} classes: give labelled data of these classes")
+
+
+def _require_same_items(trained: DataSpec, found: DataSpec, asked: dict, conditional: bool) -> None:
+    """Raise an InputError for columns or classes of other names, and for a data set that has changed since training."""
+    for what in ("columns", *(["class_names"] if conditional else [])):
+        then, now = getattr(trained, what), getattr(found, what)
+        if then and now and then != now:
+            raise InputError(f"these data do not fit the checkpoint: their {what} are {', '.join(now)}, the model was "
+                             f"built for {', '.join(then)}")
+    if set(asked) <= _SAME_ITEMS and trained.fingerprint not in ("", found.fingerprint):
+        raise InputError(f"{found.name} has changed since training ({found.fingerprint}; then {trained.fingerprint}), "
+                         "so that its test split may hold items that the model was trained on: restore it, or evaluate "
+                         "on data of which it has seen nothing by data.file= or data.root=")
 
 
 def _require_same_division(datamodule: DataModule, trained: dict, asked: dict) -> None:
@@ -304,6 +322,10 @@ def _require_same_division(datamodule: DataModule, trained: dict, asked: dict) -
         if key in asked and asked[key] != trained.get(key, asked[key]):
             raise InputError(f"data.{key}={asked[key]} divides {datamodule.spec.name} anew and would hold out items "
                              f"that the model was trained on (data.{key}={trained[key]}): leave it out")
+
+
+#: Options of data that leave the items as they are.
+_SAME_ITEMS = {"batch_size", "num_workers", "storage", "download", "cache", "flip"}
 
 
 class EvaluationState:

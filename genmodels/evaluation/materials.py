@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from genmodels.core.errors import InputError, an
 from genmodels.core.files import kind_of, read_text
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
+from genmodels.data.image_folder import fitted
 from genmodels.data.text import spelt
 from genmodels.models.build import build
 from genmodels.models.checkpoint import data_options
@@ -207,12 +209,14 @@ def template(known: Tensor, mask: str, spec: DataSpec) -> tuple[Tensor, Tensor]:
 def _bytes_of(name: str, key: str) -> Tensor:
     """The bytes (1, L) of a text file, or of the text itself."""
     if not name.endswith(".txt"):
+        if os.path.isfile(name):
+            raise InputError(f"{key}={name} is a file, and this is a model of text: give a .txt, or the text itself")
         return spelt(name)
     return spelt(read_text(name, key))
 
 
 def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key: str) -> Batch:
-    """Items as one batch: numbers of the test split, or picture files that are resized to the model's images.
+    """Items as one batch: numbers of the test split, or picture files, resized and cropped to the model's images.
 
     Arguments:
         names: numbers and paths; the batch has labels if all are numbers.
@@ -242,12 +246,12 @@ def read_mask(name: str, spec: DataSpec, key: str) -> Tensor:
     """(1, H, W) bool from a picture file, True where it is white (over one half).
 
     Raises:
-        InputError: if there is no such picture, or it is all white or all black.
+        InputError: if there is no such picture, or it keeps everything or nothing.
     """
     white = _pixels(Path(name), spec, "L", key)[..., 0] > 127.5
     if bool(white.all()) or not bool(white.any()):
-        colour = "white: nothing is left to draw" if bool(white.all()) else "black: nothing is kept"
-        raise InputError(f"{key}={name} is all {colour}; white is kept, black is drawn")
+        found = "above one half: nothing is left to draw" if bool(white.all()) else "below one half: nothing is kept"
+        raise InputError(f"{key}={name} is everywhere {found}; white is kept, black is drawn")
     return white[None]
 
 
@@ -259,7 +263,7 @@ def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
 
 
 def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
-    """(H, W, channels) float32 from 0 to 255, resized to the model's images."""
+    """(H, W, channels) float32 from 0 to 255, read as for training and resized to the model's images."""
     _, height, width = spec.event_shape
     if path.exists() and not path.is_file():
         raise InputError(f"{key}: {path} is {kind_of(path)}, not a picture")
@@ -267,11 +271,13 @@ def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
         with Image.open(path) as image:
             # Means over boxes, so that an image enlarged by an integer factor is restored exactly.
             how = Image.Resampling.BOX if image.width >= width else Image.Resampling.BILINEAR
-            image = image.convert(mode).resize((width, height), how)
+            image = fitted(image, (width, height), mode, how)
     except FileNotFoundError as error:
         raise InputError(f"{key}: there is no file {path}") from error
     except (OSError, UnidentifiedImageError) as error:
         raise InputError(f"{key}: {path} is not a picture") from error
+    except ValueError as error:
+        raise InputError(f"{key}: {path} cannot be used, it {error}") from None
     return torch.from_numpy(np.asarray(image, dtype=np.float32)).reshape(height, width, -1)
 
 

@@ -25,7 +25,7 @@ from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.text import written
 from genmodels.data.utterances import joined
 from genmodels.evaluation.features import Cache, code_hash, key_of
-from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
+from genmodels.plots.images import LEGIBLE, class_name, grid, has_picture, images_of, in_turn, picture_of, stack
 
 
 def draw(model, options: SamplingOptions, *, batch_size: int = 64, progress: bool = True) -> Samples:
@@ -247,7 +247,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
             sources = images_of(torch.stack(list(originals.values())).to(samples.x.dtype), spec, smallest=LEGIBLE)
             sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white
             picture = stack([grid(sources, len(sources), names=list(originals)), picture])
-        save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples))
+        save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
         return [f"{len(samples.x)} sample{'s' * (len(samples.x) != 1)}: {target}"]
     if spec.mel is not None:
         return [f"{len(samples.x)} samples as .wav and .png: {target}", *write_sounds(samples, spec, target)]
@@ -257,7 +257,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
 def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
     """Each image as a PNG in a folder."""
     for k, image in enumerate(images_of(samples.x, spec)):
-        label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
+        label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
         number = int(samples.index[k])
         save_png(image, _single(target, number), samples.made | {"index": number} | label)
     return []
@@ -288,7 +288,7 @@ def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
         rows = [[*row, name] for row, name in zip(rows, classes, strict=True)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([names, *rows])
-    made = samples.made | {"index": _span(samples.index)} | _classes(samples)
+    made = samples.made | {"index": _span(samples.index)} | _classes(samples, spec)
     write_whole(target, lambda file: file.write(text.getvalue()), mode="w")
     write_whole(target.with_suffix(".json"), lambda file: json.dump(made, file, indent=1), mode="w")
     return [f"{len(rows)} samples of {', '.join(names)}: {target} (how they were made: "
@@ -307,7 +307,7 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     config, silent = MelConfig(**spec.mel), []
     for k, mel in enumerate(samples.x):
         mel = mel if samples.mask is None else mel[:, samples.mask[k, 0]]
-        label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
+        label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
         number, held = int(samples.index[k]), io.BytesIO()
         wave = sound_of(mel, GriffinLim(config), number) if bool(mel.isfinite().all()) else None
         if wave is None or not bool(wave.isfinite().all()):
@@ -384,34 +384,37 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     Raises:
         InputError: for data that are neither images nor points.
     """
+    if not has_picture(spec):
+        raise InputError(f"path: samples of shape {spec.event_shape} have no picture")
     steps = samples.made.get("steps", len(samples.path))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
     chosen = evenly_changing(samples.path, frames)
     frames = samples.path[chosen]
     if target.suffix.lower() == ".gif":
         pictures = [picture_of(frame, spec, samples.cond, samples.index) for frame in frames]
-        if pictures[0] is None:
-            raise InputError(f"samples of shape {spec.event_shape} have no picture")
         size = (max(p.width for p in pictures), max(p.height for p in pictures))
         first, *rest = (p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures)
         milliseconds = [120] * len(rest) + [1500]
-        made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples))
+        made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
         write_whole(target, lambda file: first.save(file, format="GIF", save_all=True, append_images=rest,
                                                     duration=milliseconds, loop=0, comment=made.encode()))
         return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
     rows = min(8, frames.shape[1])
     tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=LEGIBLE)]
     names = [f"step {int(of_steps[k])}" for k in chosen] * rows
-    classes = [f" ({c})" for c in samples.cond.tolist()] if "cond" in _classes(samples) else [""] * rows
+    labels = [] if samples.cond is None else spec.as_given(samples.cond.tolist())
+    classes = [f" ({label})" for label in labels] or [""] * rows
     numbers = [f"{i}{classes[k]}" for k, i in enumerate(samples.index[:rows].tolist()) for _ in chosen]
     sheet = grid(tiles, columns=len(frames), names=names, numbers=numbers)
-    save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples))
-    return f"path of {rows} samples in {len(frames)} frames: {target}"
+    save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples, spec))
+    return f"path of {rows} sample{'s' * (rows != 1)} in {len(frames)} frames: {target}"
 
 
-def _classes(samples) -> dict:
+def _classes(samples, spec: DataSpec) -> dict:
     """The classes of samples in the form of `cond=`, to draw the same again."""
-    return {} if samples.cond is None else {"cond": in_turn(samples.cond.tolist(), samples.index.tolist())}
+    if samples.cond is None:
+        return {}
+    return {"cond": spec.as_given(in_turn(samples.cond.tolist(), samples.index.tolist()))}
 
 
 def _span(index: Tensor) -> str:

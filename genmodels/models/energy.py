@@ -166,7 +166,8 @@ class EnergyModel(ScoreMatched):
         self.fit_count.fill_(len(chosen))
         inducing = len(self.core.network.points)
         if len(z) < inducing:
-            raise InputError(f"net.inducing={inducing} is more than the {len(z)} training items")
+            raise InputError(f"net.inducing={inducing} is more than the {len(z)} training items: set "
+                             f"model.net.inducing={len(z)} or less")
         for core in (self.core, *(self.ema.averages if self.ema is not None else ())):
             core.network.set_points(z[spread_rows(len(z), inducing)])
 

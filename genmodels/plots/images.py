@@ -150,6 +150,11 @@ def columns_for(cond: Sequence[int] | None, n: int) -> int | None:
     return min(n, turn * max(1, round(math.sqrt(n) / turn)))
 
 
+def has_picture(spec: DataSpec) -> bool:
+    """Whether `picture_of` draws samples of these data: images, mels and points in the plane."""
+    return spec.event_shape == (2,) or spec.is_image or spec.mel is not None
+
+
 def picture_of(
     x: Tensor, spec: DataSpec, cond: Tensor | None = None, index: Tensor | None = None
 ) -> Image.Image | None:
@@ -161,10 +166,10 @@ def picture_of(
         cond: (N,) classes, printed in a grid.
         index: (N,) numbers of the samples, printed before rows.
     """
+    if not has_picture(spec):
+        return None
     if spec.event_shape == (2,):
         return scatter(x, f"{len(x)} samples")
-    if not (spec.is_image or spec.mel is not None):
-        return None
     labels = None if cond is None else cond.tolist()
     captions = {} if labels is None else {"names": [class_name(spec, label) for label in labels]}
     captions |= {} if index is None else {"numbers": index.tolist()}

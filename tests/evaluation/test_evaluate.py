@@ -27,7 +27,13 @@ from genmodels.data.text import TextFile
 from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
 from genmodels.energy import LogPartition
-from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request, _require_same_division
+from genmodels.evaluation.checkpoint import (
+    EvaluationState,
+    Opened,
+    Request,
+    _require_same_division,
+    _require_same_items,
+)
 from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.sample_quality import sample_parts
@@ -204,6 +210,25 @@ def test_items_that_a_model_was_trained_on_are_not_held_out(gaussians, tmp_path)
         assert f"{word} divides gauss anew and would hold out items that the model was trained on" in err
     words = ["data.test_fraction=0.2", "stages=[cost]", f"out={tmp_path}/a.json"]
     evaluate(f"ckpt={gaussians}/flow", *words, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("rows, order, asked, said", [
+    (60, "abc", {}, None), (60, "abc", {"batch_size": 5}, None), (61, "abc", {}, "has changed since training"),
+    (61, "abc", {"file": "t.csv"}, None), (60, "abd", {"file": "t.csv"}, "columns are a, b, d.* built for a, b, c"),
+    (-60, "abc", {}, "has changed since training"),
+])  # fmt: skip
+def test_a_table_that_changed_since_training_is_refused(tmp_path, rows, order, asked, said):
+    file, x = tmp_path / "t.csv", np.random.default_rng(0).normal(size=(61, 3))
+
+    def spec(rows, order):
+        chosen = x[:rows] if rows > 0 else x[:-rows][::-1]  # of the same items in another order other ones are held out
+        np.savetxt(file, chosen, delimiter=",", header=",".join(order), comments="")
+        return Arrays(file=str(file)).prepare().spec
+
+    trained, found = spec(60, "abc"), spec(rows, order)
+    expected = contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said)
+    with expected:
+        _require_same_items(trained, found, asked, conditional=False)
 
 
 class Mirrored(Arrays):

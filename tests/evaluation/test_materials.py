@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.data.image_folder import decode
 from genmodels.data.text import spelt, written
 from genmodels.data.vision import Digits
 from genmodels.evaluation.materials import _speech_options, read_items, read_mask, read_range, template
@@ -26,6 +27,18 @@ def test_a_picture_of_an_item_comes_back_as_the_item(tmp_path, zoom):
     images_of(x, SPEC, smallest=zoom)[0].save(tmp_path / "item.png")
     batch = read_items([str(tmp_path / "item.png")], None, SPEC, "edit")
     assert torch.equal(batch.x, x) and batch.cond is None
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Image.fromarray((np.arange(64).reshape(8, 8) * 1040).astype("u2")),  # 16 bits
+    lambda: Image.fromarray(np.eye(8, dtype="u1")[..., None] * np.array([200, 200, 200, 255], "u1"), "RGBA"),
+    lambda: Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 24), dtype=np.uint8)),  # wide: cropped
+], ids=["16 bits", "transparent", "wide"])  # fmt: skip
+def test_pictures_are_read_as_in_training(tmp_path, make):
+    file = tmp_path / "picture.png"
+    make().save(file)
+    expected = (decode(file, 8, 1).double() * 16 / 255).round().to(torch.uint8)
+    assert torch.equal(read_items([str(file)], None, Digits().prepare().spec, "edit").x[0], expected)
 
 
 def test_numbers_are_items_of_the_test_split_with_their_labels():
