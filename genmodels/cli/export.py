@@ -50,11 +50,13 @@ def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | fl
         InputError: for another kind of file, a model that has no such form, or a package that is missing.
         RunError: for a network that cannot be traced, or an exported one that gives other numbers.
     """
-    target = Path(out)
+    target = Path(out).expanduser()
     if target.suffix not in (".safetensors", ".onnx", ".pt2"):
         raise InputError(f"out={out}: end it in .safetensors (weights and configuration), .onnx or .pt2 (the network)")
     check_writable("out", target)
     if target.suffix == ".safetensors":
+        if ema is not True:
+            raise InputError("ema is for .onnx and .pt2: a .safetensors holds all weights, leave it out")
         write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
         return [f"{header['parameters']:,} parameters with their configuration: {target}",
                 f"sample:   genmodels sample ckpt={target}"]

@@ -62,7 +62,8 @@ def run(*, ckpt: list[str], full: bool = False, open: bool = False) -> int:
 def figures(place: Path) -> list[Path]:
     """The newest picture of each kind in the folder of a run (or of a checkpoint in it), and its report."""
     folder = place if place.is_dir() else place.parent
-    newest = {path.parent: path for path in sorted(folder.glob("*/step_*.png"))}
+    pictures = sorted(folder.glob("*/step_*.png"), key=lambda path: (len(path.name), path.name))  # by steps
+    newest = {path.parent: path for path in pictures}
     return [*newest.values(), *folder.glob("report.html")]
 
 

@@ -45,7 +45,7 @@ def run(
     if out is not None and Path(out).suffix:
         raise InputError(f"out={out}: the files of a model are written to a folder")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(out or temporary)
+        folder = Path(out or temporary).expanduser()
         names = write_files(ckpt, folder, licence, to, trust or [])
         if out is not None:
             print(f"{', '.join(names)}: {folder}")

@@ -79,6 +79,7 @@ def run(
         trust: further packages whose classes the configuration may name.
     """
     trust = trust or []
+    run_dir, resume = (word if word is None else os.path.expanduser(word) for word in (run_dir, resume))
     options = fitted(construct(TrainerOptions, **(trainer or {})), trainer or {})
     loggers = construct(LoggerOptions, **(logger or {}))
     loggers.check()

@@ -238,6 +238,9 @@ class SampleGrid(Callback):
         except NotFinite as error:
             pl_module.print(f"step {step}: sample {error.row} is not finite, no samples are shown")
             return
+        except RunError as error:  # such as log Z of an energy that does not exist yet
+            pl_module.print(f"step {step}: no samples are shown ({error})")
+            return
         finally:
             pl_module.train(mode)
         cond = samples.cond.cpu() if isinstance(samples.cond, torch.Tensor) else None

@@ -250,9 +250,10 @@ class _Operations(TorchDispatchMode):
 def forward_flops(model, batch) -> float:
     """Floating-point operations of the loss of one item: matrix products, convolutions and attention.
 
-    Neither the weights nor the random numbers of training change.
+    Neither the weights and buffers nor the random numbers of training change.
     """
     some, mode = batch.rows(slice(0, _ROWS)), model.training
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the loss may write: chains that go on
     cuda = [batch.x.device] if batch.x.device.type == "cuda" else []
     model.eval()
     try:
@@ -261,6 +262,8 @@ def forward_flops(model, batch) -> float:
                 model.loss(some, model.training_generator(len(some)))
     finally:
         model.train(mode)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(kept[name])
     return counter.total / len(some)
 
 

@@ -266,11 +266,19 @@ def test_operations_of_a_loss_that_takes_derivatives_are_counted_too():
     assert forward_flops(made, points()) >= 2 * sum(m.weight.numel() for m in layers)
 
 
-def test_counting_draws_nothing_and_learns_nothing():
-    made = small()
+def contrastive() -> EnergyModel:
+    """An energy whose loss moves its chains, a buffer."""
+    made = EnergyModel(DataSpec("plane", (2,)), loss="contrastive")
+    made.initialize(Batch(torch.randn(300, 2, generator=torch.Generator().manual_seed(0))))
+    return made
+
+
+@pytest.mark.parametrize("make", [lambda: small(), lambda: contrastive()], ids=["ddpm", "chains that go on"])
+def test_counting_draws_nothing_and_learns_nothing(make):
+    made = make()
     torch.manual_seed(0)
     before, state = torch.get_rng_state(), {key: value.clone() for key, value in made.state_dict().items()}
-    forward_flops(made, points())
+    forward_flops(made, Batch(torch.ones(6, 2), index=torch.arange(6)))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[key]) for key, value in made.state_dict().items())
 
