@@ -17,6 +17,7 @@ from genmodels.evaluation.features import Cache
 from genmodels.evaluation.materials import data_of, material, read_items
 from genmodels.evaluation.samples import (
     Drawing,
+    check_path,
     check_target,
     draw_together,
     save_png,
@@ -25,7 +26,7 @@ from genmodels.evaluation.samples import (
     write_samples,
 )
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.plots.images import LEGIBLE, grid, has_picture, images_of
+from genmodels.plots.images import LEGIBLE, grid, images_of
 
 _CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
@@ -139,10 +140,8 @@ def run(
     target = Path(out) if out is not None else default_target(place, seed, start, n, model.spec, given)
     check_target(target, model.spec)
     check_writable("out", target)
-    if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
-        raise InputError("path: a strip shows images, a .gif points too")
-    if path is not None and not has_picture(model.spec):
-        raise InputError(f"path: samples of shape {model.spec.event_shape} have no picture: leave path out")
+    if path is not None:
+        check_path(Path(path), model.spec)
     if interpolate is not None:
         unused = [key for key, value in given.items() if value is not None and key != "ema"]
         plain = (("n", n, USUAL_NUMBER), ("seed", seed, 0), ("start", start, 0))

@@ -91,8 +91,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     except InputError:
         raise
     except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-        remedy = ": save it as UTF-8" if isinstance(error, UnicodeError) else ""
-        raise InputError(f"data.file={path} cannot be read: {' '.join(str(error).split())}{remedy}") from None
+        found = " ".join(str(error).split()) + ": save it as UTF-8" * isinstance(error, UnicodeError)
+        raise InputError(f"data.file={path} cannot be read: {found}") from None
 
 
 def _read_npy(path: Path) -> dict[str, MappedArray]:
@@ -136,9 +136,8 @@ def columns_of(path: Path) -> tuple[str, ...]:
 def _heading(line: str) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
     delimiter = next((mark for mark in (",", ";", "\t") if mark in line), None)
-    line = line.removeprefix("#").strip()  # np.savetxt's
-    split = next(csv.reader([line], delimiter=delimiter)) if delimiter else line.split()
-    cells = [cell.strip().strip('"') for cell in split]
+    line = line.removeprefix("#").rstrip("\r\n")  # np.savetxt writes a # before the names
+    cells = [c.strip() for c in (next(csv.reader([line], delimiter=delimiter)) if delimiter else line.split())]
     # A line of mostly numbers is an invalid item, not a header.
     return ([] if 2 * sum(map(_is_number, cells)) > len(cells) else cells), delimiter
 
@@ -300,8 +299,7 @@ class Arrays(DataModule):
         spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names,
                         columns=columns_of(self.file), fingerprint=_fingerprint(sources))
         if first.dtype == np.float64 and len(spec.event_shape) == 1:
-            rows = spread_rows(len(first), min(len(first), 10_000)).numpy()
-            require_precision(spec, torch.from_numpy(np.array(first[rows])))
+            require_precision(spec, torch.from_numpy(_some(first, 10_000)))
         return spec, self._splits(sources, kind)
 
     def _splits(self, sources: dict, kind: ItemKind) -> dict[str, BatchDataset]:
@@ -320,12 +318,17 @@ class Arrays(DataModule):
         return splits
 
 
+def _some(array, most: int) -> np.ndarray:
+    """At most so many rows, spread over the array, and fewer of large items."""
+    most = min(most, len(array), max(1, _CHUNK // int(np.prod(array.shape[1:]))))
+    return np.array(array[spread_rows(len(array), most).numpy()])
+
+
 def _fingerprint(sources: dict) -> str:
-    """The number of items and a hash of a thousand of them, spread over the file."""
+    """The number of items and a hash of labels and of up to a thousand items, spread over the file."""
     content = hashlib.sha256()
     for x, y in sources.values():
-        rows = spread_rows(len(x), min(len(x), 1000))
-        content.update(np.ascontiguousarray(x[rows.numpy()]).tobytes() + (b"" if y is None else y.numpy().tobytes()))
+        content.update(_some(x, 1000).tobytes() + (b"" if y is None else y.numpy().tobytes()))
     return f"{' + '.join(str(len(x)) for x, _ in sources.values())} items, {content.hexdigest()[:12]}"
 
 

@@ -107,7 +107,7 @@ class TextFile(DataModule):
             x = part.unfold(0, self.length, step) if len(part) >= self.length else part[:0].view(0, self.length)
             splits[name] = TensorData(x[:, None])
         encoding = "ascii" if read.max() < 128 else "utf-8"
-        fingerprint = f"{len(read):,} bytes, {hashlib.sha256(read.tobytes()).hexdigest()[:12]}"
+        fingerprint = f"{len(read):,} bytes, {hashlib.sha256(read).hexdigest()[:12]}"
         return DataSpec("text", (1, self.length), levels=256, encoding=encoding, fingerprint=fingerprint), splits
 
     def _normal(self, read: bytes) -> bytes:

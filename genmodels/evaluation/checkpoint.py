@@ -237,8 +237,10 @@ class Opened:
             held[key] = build(node, trust=request.trust).prepare()
         datamodule = held[key]
         fits(model, datamodule.spec)
-        _require_same_items(model.spec, datamodule.spec, request.data, conditional=model.num_classes is not None)
-        _require_same_division(datamodule, data_options(header, path), request.data)
+        trained = data_options(header, path)
+        changed = {key: value for key, value in request.data.items() if key not in trained or value != trained[key]}
+        _require_same_items(model.spec, datamodule.spec, changed, conditional=model.num_classes is not None)
+        _require_same_division(datamodule, trained, changed)
         # Of the data that are evaluated, which `data.*` may have changed.
         model.spec = replace(model.spec, name=datamodule.spec.name, entropy=datamodule.spec.entropy)
         limit = request.limit
@@ -301,31 +303,31 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
                          f"{model.num_classes} classes: give labelled data of these classes")
 
 
-def _require_same_items(trained: DataSpec, found: DataSpec, asked: dict, conditional: bool) -> None:
+#: Options of data that leave the items as they are.
+_SAME_ITEMS = {"batch_size", "num_workers", "storage", "download", "cache", "flip"}
+
+
+def _require_same_items(trained: DataSpec, found: DataSpec, changed: dict, conditional: bool) -> None:
     """Raise an InputError for columns or classes of other names, and for a data set that has changed since training."""
     for what in ("columns", *(["class_names"] if conditional else [])):
         then, now = getattr(trained, what), getattr(found, what)
         if then and now and then != now:
             raise InputError(f"these data do not fit the checkpoint: their {what} are {', '.join(now)}, the model was "
                              f"built for {', '.join(then)}")
-    if set(asked) <= _SAME_ITEMS and trained.fingerprint not in ("", found.fingerprint):
+    if set(changed) <= _SAME_ITEMS and trained.fingerprint not in ("", found.fingerprint):
         raise InputError(f"{found.name} has changed since training ({found.fingerprint}; then {trained.fingerprint}), "
                          "so that its test split may hold items that the model was trained on: restore it, or evaluate "
                          "on data of which it has seen nothing by data.file= or data.root=")
 
 
-def _require_same_division(datamodule: DataModule, trained: dict, asked: dict) -> None:
+def _require_same_division(datamodule: DataModule, trained: dict, changed: dict) -> None:
     """Raise an InputError for an option that would hold out items that the model was trained on."""
-    if datamodule.draws_items or "file" in asked:
+    if datamodule.draws_items or "file" in changed:
         return
     for key in ("seed", "val_fraction", "test_fraction"):
-        if key in asked and asked[key] != trained.get(key, asked[key]):
-            raise InputError(f"data.{key}={asked[key]} divides {datamodule.spec.name} anew and would hold out items "
+        if key in changed and changed[key] != trained.get(key, changed[key]):
+            raise InputError(f"data.{key}={changed[key]} divides {datamodule.spec.name} anew and would hold out items "
                              f"that the model was trained on (data.{key}={trained[key]}): leave it out")
-
-
-#: Options of data that leave the items as they are.
-_SAME_ITEMS = {"batch_size", "num_workers", "storage", "download", "cache", "flip"}
 
 
 class EvaluationState:

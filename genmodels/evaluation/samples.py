@@ -376,6 +376,14 @@ def evenly_changing(path: Tensor, frames: int) -> Tensor:
     return torch.tensor(chosen)
 
 
+def check_path(target: Path, spec: DataSpec) -> None:
+    """Raise InputError if trajectories of these data have no picture, or no strip."""
+    if not has_picture(spec):
+        raise InputError(f"path: samples of shape {spec.event_shape} have no picture: leave path out")
+    if target.suffix.lower() == ".png" and not spec.is_image:
+        raise InputError("path: a strip shows images, a .gif points too")
+
+
 def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     """Write the trajectories as a strip (.png, one row per sample, at most 8) or an animation (.gif).
 
@@ -384,8 +392,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     Raises:
         InputError: for data that are neither images nor points.
     """
-    if not has_picture(spec):
-        raise InputError(f"path: samples of shape {spec.event_shape} have no picture")
+    check_path(target, spec)
     steps = samples.made.get("steps", len(samples.path))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
     chosen = evenly_changing(samples.path, frames)

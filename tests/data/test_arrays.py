@@ -271,3 +271,17 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     file.write_bytes(content.replace(b"(50, 6, 7, 3)", b"(51, 6, 7, 3)"))
     with pytest.raises(InputError, match="not the size that its header declares"):
         Arrays(file=str(file)).prepare()
+
+
+@pytest.mark.parametrize("heading, delimiter, names", [
+    ("a,b,c", ",", ("a", "b", "c")),
+    ("# a,b,c", ",", ("a", "b", "c")),
+    ('"name, of a",b,"c"', ",", ("name, of a", "b", "c")),
+    ("\ta\tb", "\t", ("", "a", "b")),
+    ("a  b c", " ", ("a", "b", "c")),
+])  # fmt: skip
+def test_headings(tmp_path, heading, delimiter, names):
+    file = tmp_path / "t.csv"
+    rows = np.random.default_rng(0).normal(size=(30, 3))
+    file.write_text("\n".join([heading, *(delimiter.join(map(str, row)) for row in rows)]))
+    assert Arrays(file=str(file)).prepare().spec.columns == names
