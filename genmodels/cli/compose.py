@@ -32,6 +32,7 @@ from genmodels.cli.schema import Schema, show
 from genmodels.core.errors import InputError, hint, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups
 from genmodels.models.build import NETWORKS
+from genmodels.training.processes import launch
 
 
 class Composer:
@@ -120,6 +121,8 @@ class Composer:
         settings = self._asking(lambda: yaml.safe_load(file.read_text(encoding="utf-8")))
         if not isinstance(settings, dict):
             raise InputError(f"{file} holds no settings: give those of the run, model=..., data=... and others")
+        if launch() is not None and isinstance(settings.get("trainer"), dict):  # torchrun or srun decides these numbers
+            settings["trainer"] = {k: v for k, v in settings["trainer"].items() if k not in ("devices", "num_nodes")}
         config = OmegaConf.create({**settings, "trust": []})
         for override in parsed:
             key, value = override.key_or_group, override.value()

@@ -6,11 +6,12 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from genmodels.core.errors import InputError, first_line, printable
+from genmodels.core.errors import InputError, RunError, first_line, printable
 from genmodels.core.files import check_writable, kind_of, write_text
 
 GIGABYTE = 1e9
@@ -53,10 +54,10 @@ def main(words: list[str]) -> int:
 
 
 def run(*, data: str | None = None) -> int:
-    """Check the environment, and a data set if one is given.
+    """Check the environment; with settings of train also the data, item by item, and all that training needs.
 
     Arguments:
-        data: a data set as in training, with any of its settings: data=image_folder data.root=photos.
+        data: a data set as in training, with any other setting of train: data=image_folder data.root=photos model=glow.
     """
     return main([] if data is None else [f"data={data}"])
 
@@ -178,23 +179,28 @@ def check_data(words: list[str], fix_list: Path | None = None, read: dict | None
 
 def check_training(read: dict) -> str:
     """The checks that `train` does with the same words before its first step, with the same messages."""
-    import torch
-
-    from genmodels.models.build import build, construct
-    from genmodels.training.trainer import TrainerOptions, initial_batch
+    from genmodels.cli.train import options_of, prepared
+    from genmodels.core.checkpoint import verify
+    from genmodels.core.files import located
+    from genmodels.training.run import check_unused
+    from genmodels.training.trainer import initial_batch
 
     config, datamodule = read["config"], read["data"]
     if datamodule.spec.text is not None and not read["named"]:  # the default model is for other data
         return "not checked, data with texts need a text-to-speech model: add one, for example model=glow_tts"
     try:
-        options = construct(TrainerOptions, **(config.get("trainer") or {}))
-        torch.manual_seed(0)
-        network = build(config["model"], datamodule.spec, trust=config.get("trust") or [])
-        steps = options.steps(len(datamodule.train_dataloader()))
+        options, _, _ = options_of(config)
+        network, steps = prepared(config, options, datamodule)
+        with tempfile.TemporaryDirectory() as folder:
+            options.build(steps, [], folder)
+        if config.get("run_dir") and not config.get("resume"):
+            check_unused(Path(config["run_dir"]).expanduser())
+        if config.get("init"):
+            verify(located(config["init"]))
         network.check_items(datamodule)
         network.initialize(initial_batch(datamodule))
-    except InputError as error:
-        raise Failed(str(error)) from error
+    except (InputError, RunError) as error:
+        raise Failed(printable(str(error))) from error
     count = sum(p.numel() for p in network.core.parameters())
     return f"{network.family} with {count:,} parameters, {steps:,} steps of {datamodule.batch_size}"
 

@@ -17,6 +17,8 @@ from genmodels.evaluation.table import UNITS
 from genmodels.models.checkpoint import load_model, write_exported
 from genmodels.report.compare import report_target
 
+LIBRARY = "library_name: genmodels"
+
 
 def run(
     *, ckpt: str, licence: str, to: str | None = None, out: str | None = None, private: bool = False,
@@ -42,10 +44,11 @@ def run(
         raise InputError(f"to={to}: a repository of the hub is user/name")
     if not licence.strip():
         raise InputError("licence is empty: name one, such as mit or cc-by-4.0")
-    if out is not None and Path(out).suffix:
+    place = None if out is None else Path(out).expanduser()
+    if place is not None and (place.is_file() or place.suffix[1:].isalpha() and not place.is_dir()):
         raise InputError(f"out={out}: the files of a model are written to a folder")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(out or temporary).expanduser()
+        folder = place or Path(temporary)
         names = write_files(ckpt, folder, licence, to, trust or [])
         if out is not None:
             print(f"{', '.join(names)}: {folder}")
@@ -56,6 +59,9 @@ def run(
 
 def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> list[str]:
     """Write model.safetensors, README.md and samples.png, where there is a picture; their names."""
+    text = folder / "README.md"
+    if text.is_file() and LIBRARY not in text.read_text(encoding="utf-8", errors="replace"):
+        raise InputError(f"{text} is no card of a model of genmodels: choose another folder by out=")
     model, header = load_model(located(ckpt), device="cpu", trust=trust)
     likelihoods, spec = _likelihoods(ckpt), model.spec
     write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
@@ -65,7 +71,7 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
         drawn.made |= origin(located(ckpt), header)
         write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
-    write_text(folder / "README.md", card(model, header, likelihoods, licence, to, names))
+    write_text(text, card(model, header, likelihoods, licence, to, names))
     return names
 
 
@@ -92,7 +98,7 @@ def card(model, header: dict, likelihoods: list[str], licence: str, to: str | No
     kind = "continuous values" if spec.levels is None else f"integers of {spec.levels} levels"
     classes = "" if spec.num_classes is None else f", {spec.num_classes} classes"
     lines = [
-        "---", f"license: {licence.strip()}", "library_name: genmodels", f"tags: [genmodels, {family}]", "---",
+        "---", f"license: {licence.strip()}", LIBRARY, f"tags: [genmodels, {family}]", "---",
         "", f"# {family} of {spec.name}", "",
         f"A {family} with {header['parameters']:,} parameters, trained for {header['step']:,} steps on "
         f"{spec.name}: {' x '.join(map(str, spec.event_shape))}, {kind}{classes}. Made with genmodels "

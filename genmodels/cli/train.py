@@ -80,19 +80,14 @@ def run(
     """
     trust = trust or []
     run_dir, resume = (word if word is None else os.path.expanduser(word) for word in (run_dir, resume))
-    options = fitted(construct(TrainerOptions, **(trainer or {})), trainer or {})
-    loggers = construct(LoggerOptions, **(logger or {}))
-    loggers.check()
-    checkpoints = construct(CheckpointOptions, **(checkpoint or {}))
-    datamodule = _data(data, options, seed, trust)
-    torch.manual_seed(seed_of(seed, "weights"))
-    network = build(model, datamodule.spec, trust=trust)
     given = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {},
              "checkpoint": checkpoint or {}, "seed": seed, "init": init, "trust": trust}
+    options, loggers, checkpoints = options_of(given)
+    datamodule = build(data, trust=trust)
+    network, steps = prepared(given, options, datamodule)
     complete = _completion(network, trust)
     config = complete(given)
     decided = _configure(network, config, options)
-    steps = options.steps(len(datamodule.train_dataloader()))
     folder, path, lock = _claimed(f"{network.family}-{datamodule.spec.name}", run_dir, resume, options.num_nodes)
     header, changed = ({}, []) if path is None else _resumed(path, network, complete, decided, options, steps)
     before = os.listdir(folder)
@@ -188,20 +183,36 @@ def _start_from(source: Path, init: str, network: GenerativeModel, trust: list[s
         raise InputError(f"init={init}: {error}{''.join(differing) if same_class else ''}") from None
 
 
-def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> DataModule:
-    datamodule, processes = build(node, trust=trust), 1
+def options_of(config: dict) -> tuple[TrainerOptions, LoggerOptions, CheckpointOptions]:
+    """The options of a configuration that neither model nor data belong to, checked."""
+    given = [config.get(part) or {} for part in ("trainer", "logger", "checkpoint")]
+    options = fitted(construct(TrainerOptions, **given[0]), given[0])
+    loggers, checkpoints = construct(LoggerOptions, **given[1]), construct(CheckpointOptions, **given[2])
+    loggers.check()
+    return options, loggers, checkpoints
+
+
+def prepared(config: dict, options: TrainerOptions, datamodule: DataModule) -> tuple[GenerativeModel, int]:
+    """The model of a configuration with its first weights, and the number of steps; the data are read.
+
+    Raises:
+        InputError: for data or a model that cannot be trained so.
+    """
+    processes = 1
     if isinstance(options.devices, int) and options.devices > 0:
         processes = options.devices * options.num_nodes
         if datamodule.batch_size % processes:
             raise InputError(f"data.batch_size={datamodule.batch_size} must be a multiple of the {processes} processes")
-    datamodule.order_seed = seed
+    datamodule.order_seed = config.get("seed", 0)
     datamodule.prepare_data()
     datamodule.setup("fit")
     held_out = len(datamodule.split("val"))
     if processes > held_out:
         raise InputError(f"{datamodule.spec.name} has {held_out} validation items, fewer than the {processes} "
                          "processes that are to share them: start fewer, or hold out more")
-    return datamodule
+    torch.manual_seed(seed_of(datamodule.order_seed, "weights"))
+    network = build(config["model"], datamodule.spec, trust=config.get("trust") or [])
+    return network, options.steps(len(datamodule.train_dataloader()))
 
 
 def _completion(network: GenerativeModel, trust: list[str]) -> Callable[[dict], dict]:
@@ -261,7 +272,8 @@ def _resumed(
         then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
         changed = check_same(header | {"config": then}, network.run_config, path)
     except InputError as error:
-        raise InputError(f"{error}: its settings are in {path.parent / 'config.yaml'}") from None
+        settings = path.parent / "config.yaml"
+        raise InputError(f"{error}{f': its settings are in {settings}' if settings.is_file() else ''}") from None
     before, now = header["data"].get("fingerprint"), network.spec.fingerprint
     if before and before != now:
         raise InputError(f"resume: the data have changed ({now}; in {path} {before}), so that other items would be "

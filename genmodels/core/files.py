@@ -39,6 +39,10 @@ def read_text(path: str | Path, key: str) -> str:
         raise InputError(f"{key}={path} cannot be read: {reason}") from None
 
 
+#: Matches the temporary files of `write_whole`.
+TEMPORARY = ".*." + "[0-9a-f]" * 16 + ".tmp"
+
+
 def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None:
     """Write a file atomically: `path` holds either its old content or the new one, whatever happens in between.
 
@@ -260,8 +264,11 @@ def located(ckpt: str | Path) -> Path:
     if str(ckpt).startswith(HUB):
         return _fetched(str(ckpt))
     path = Path(ckpt).expanduser()
-    if not path.is_dir():
-        return path
+    try:
+        if not path.is_dir():
+            return path
+    except OSError as error:  # such as a name that is too long
+        raise InputError(f"{str(ckpt)[:100]} is no checkpoint: {error.strerror}") from None
     return next((path / name for name in ("best.ckpt", EXPORTED) if (path / name).is_file()), path / "best.ckpt")
 
 

@@ -24,11 +24,11 @@ class SamplingOptions:
 
     Arguments:
         n: number of samples.
-        cond: class, or classes that are cycled; None for every class in turn, or no class with `known` and `edit`. With
-            text the speaker, by name or number; None for the first.
+        cond: class, or classes that are cycled; None for every class in turn, or no class where items are inpainted or
+            edited. With text the speaker, by name or number; None for the first.
         temperature: factor on the standard deviation of all noise, 1 for the model's own distribution; None for the
-            family's default: 1, with text 0.667, and 0 for a tacotron. With `known` 1, because weaker noise biases the
-            drawn part.
+            family's default: 1, with text 0.667, and 0 for a tacotron. Where items are inpainted it is 1, because
+            weaker noise biases the drawn part.
         seed: sample k of a seed depends on (seed, k) alone.
         start: number of the first sample.
         weights: `ema`, `raw`, or one of the decays kept.
@@ -55,7 +55,7 @@ class SamplingOptions:
         guidance_interval: lowest and highest log-SNR where guidance applies; None for everywhere.
         known: an event in the data's own units, of which `keep` is returned as it is and the rest drawn anew.
         keep: bool, broadcastable to the event, True where `known` holds.
-        rounds: how often each step is taken with `known`, for the drawn part to settle.
+        rounds: how often each step is taken where items are inpainted, for the drawn part to settle.
         edit: an event in the data's own units, from which sampling starts after noise has been added.
         source: (N, *event) items of the data set that a flow starts from, in its units, of which sample k is number
             k modulo N; None for those of its test split.

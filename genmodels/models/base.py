@@ -357,13 +357,19 @@ class GenerativeModel(OfLightning, nn.Module):
         """The optimiser's step, then the averages'."""
         super().optimizer_step(*args, **kwargs)
         if self.ema is not None:
-            self.ema.update(self.core, self.trainer.global_step - 1)
+            self.ema.update(self.core, self.trainer.global_step)  # which this step is not counted in yet
 
     def configure_optimizers(self):
         """Optimiser and schedule for the steps of this run."""
         total = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
         optimizer, scheduler = self.optimizer_options.build(self.core.parameters(), int(total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Set the rate for the length of this run; that in a checkpoint is for the length which the run had then."""
+        scheduler = self.lr_schedulers()
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_lr(), strict=True):
+            group["lr"] = rate
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of a validation batch under the averaged weights, keyed by item."""

@@ -159,11 +159,18 @@ def write_exported(path: str | Path, state: dict) -> None:
     # Copies, since the format holds no two names for the same memory.
     weights = {name: value.detach().cpu().clone().contiguous() for name, value in state["state_dict"].items()}
     held = {"format": "pt", "genmodels": json.dumps(state["genmodels"])}
-    unsigned = save(weights, held)
+    unsigned = memoryview(save(weights, held))
     length = 8 + int.from_bytes(unsigned[:8], "little")
-    digest = digest_of(json.loads(unsigned[8:length]), memoryview(unsigned)[length:])
-    whole = save(weights, held | {"sha256": digest})
-    write_whole(path, lambda file: file.write(whole))
+    index, tensors = json.loads(bytes(unsigned[8:length])), unsigned[length:]
+    index["__metadata__"]["sha256"] = digest_of(index, tensors)
+    signed = json.dumps(index, separators=(",", ":")).encode()
+    signed += b" " * (-len(signed) % 8)  # the format aligns the tensors to 8 bytes
+
+    def write(file) -> None:
+        for part in (len(signed).to_bytes(8, "little"), signed, tensors):
+            file.write(part)
+
+    write_whole(path, write)
 
 
 def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:

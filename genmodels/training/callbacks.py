@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from genmodels.core.errors import Interrupted, NotFinite, RunError, progress_bar, require_finite_rows, terminal
-from genmodels.core.files import write_text
+from genmodels.core.files import TEMPORARY, write_text
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import written
 from genmodels.models.checkpoint import join_parts
@@ -106,7 +106,7 @@ class Checkpointing(Callback):
     def on_train_start(self, trainer, pl_module) -> None:
         """Remove temporary files of a killed run, save the start, install the signal handlers."""
         if trainer.is_global_zero:
-            for stale in self.run_dir.glob(".*.tmp"):
+            for stale in self.run_dir.glob(TEMPORARY):
                 stale.unlink(missing_ok=True)
         if trainer.global_step == 0:
             self.save(trainer, "last.ckpt")

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from genmodels.core.data import Batch
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import gather, rank_world
 from genmodels.models.density import extent_of, midpoints, on_grid, width_of
 from genmodels.plots.images import panels, rendered, truth_of
 from genmodels.training.loggers import show
@@ -182,12 +183,16 @@ class LossProfile(Callback):
         return found
 
     def state_dict(self) -> dict:
-        """The sums so far."""
-        return {"sums": self.sums.cpu()}
+        """The sums so far, of every process; all must call it."""
+        return {"sums": torch.stack(gather([self.sums.cpu()]))}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """The inverse of `state_dict`."""
-        self.sums = state_dict["sums"]
+        """The inverse of `state_dict`; where the number of processes has changed, the first takes the sums of all."""
+        rank, world = rank_world()
+        sums = state_dict["sums"].reshape(-1, 3, self.bins)
+        if len(sums) != world:
+            sums = torch.cat([sums.sum(0, keepdim=True), sums.new_zeros(world, 3, self.bins)])
+        self.sums = sums[rank].clone()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Count the losses of a batch, if the model reports their times."""

@@ -201,7 +201,11 @@ class CSVLogger(Logger):
         self._rows: list[dict[str, Any]] = []
         if resume_step and self.path.exists():
             lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-            self._rows = [r for r in csv.DictReader(lines) if int(r["step"]) <= resume_step]
+            try:
+                self._rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= resume_step]
+            except (KeyError, TypeError, ValueError):
+                raise RunError(f"{path} is no table of a run, with the number of a step in each row: move it away"
+                               ) from None
         self._columns = list(dict.fromkeys(["step", *(key for row in self._rows for key in row)]))
         self._written: tuple | None = None  # columns, number of rows, the last of them, and bytes of the file
         self._fresh = 0

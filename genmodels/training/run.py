@@ -103,10 +103,7 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     """
     if run_dir is not None:
         folder = Path(run_dir)
-        if (folder / "last.ckpt").exists():
-            raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
-        if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
-            raise InputError(f"run_dir={folder} already holds {weights[0].name}: choose another folder")
+        check_unused(folder)
     else:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         folder = new_folder(root / name / stamp)
@@ -115,6 +112,16 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     except OSError as error:
         raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
     return folder
+
+
+def check_unused(folder: Path) -> None:
+    """Raise InputError where a folder holds a run, weights, or a file that a run would overwrite."""
+    if (folder / "last.ckpt").exists():
+        raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
+    if (folder / "config.yaml").exists() and not (folder / "log.txt").exists():  # which a run writes before it
+        raise InputError(f"run_dir={folder} holds a config.yaml that is of no run: choose another folder")
+    if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
+        raise InputError(f"run_dir={folder} already holds {weights[0].name}: choose another folder")
 
 
 def add_training_time(folder: Path, seconds: float, cpu_seconds: float) -> None:

@@ -20,6 +20,7 @@ import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
@@ -143,8 +144,11 @@ class TrainerOptions:
     def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
         """The Lightning Trainer for `steps` steps over an endless stream; loggers are set afterwards."""
         every = min(self.validate_every_n_steps or steps, steps)
+        if self.early_stopping and not self.validate_every_n_steps:
+            raise InputError(f"trainer.early_stopping={self.early_stopping} needs validations during training: give "
+                             "trainer.validate_every_n_steps")
         try:
-            return pl.Trainer(
+            trainer = pl.Trainer(
                 accelerator=self.accelerator,
                 devices=self.devices,
                 strategy=self._strategy(),
@@ -171,6 +175,12 @@ class TrainerOptions:
             )
         except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
             raise InputError(f"trainer: {first_line(error)}") from error
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):  # copies of a process that has begun a run
+            raise InputError("trainer: several processes are started by running a script again, with the strategy ddp "
+                             "or fsdp, not from an interactive session: put the call into a file, or use train.py"
+                             if self.strategy == "auto" else
+                             f"trainer.strategy={self.strategy} copies this process, which has begun the run: use ddp")
+        return trainer
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -275,8 +285,8 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
 
 #: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.
 FREE = {
-    "trainer.max_steps", "trainer.max_epochs", "data.num_workers", "data.root", "data.storage", "data.download",
-    "trainer.validate_every_n_steps", "trainer.limit_evaluation",
+    "trainer.max_steps", "trainer.max_epochs", "data.num_workers", "data.root", "data.file", "data.storage",
+    "data.download", "trainer.validate_every_n_steps", "trainer.limit_evaluation",
     "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress", "trainer.early_stopping",
     "trainer.lr_find",
 }  # fmt: skip

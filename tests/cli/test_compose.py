@@ -223,6 +223,16 @@ def test_a_run_that_is_resumed_by_its_path_has_its_settings(run_of_glow, name):
     assert further["data"] == {**plain["data"], "root": "a b"} and further["seed"] == 5
 
 
+def test_torchrun_decides_how_many_processes_resume_a_run(run_of_glow, monkeypatch):
+    config = yaml.safe_load((run_of_glow / "config.yaml").read_text())
+    config["trainer"] |= {"devices": 4, "num_nodes": 2}
+    (run_of_glow / "config.yaml").write_text(yaml.safe_dump(config))
+    assert compose(f"resume={run_of_glow}")["trainer"] == config["trainer"]
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    assert not {"devices", "num_nodes"} & compose(f"resume={run_of_glow}")["trainer"].keys()
+
+
 @pytest.mark.parametrize("words", [["model=ddpm"], ["trainer=default"], ["~preset"], ["~model.steps"]])
 def test_words_that_choose_leave_a_run_aside(run_of_glow, words):
     rest = [] if words == ["model=ddpm"] else ["model=glow", "data=mnist"]

@@ -140,6 +140,27 @@ def test_what_training_refuses_is_printed_in_its_words(model, tmp_path, capsys):
         doctor.check_training({"config": config, "data": datamodule, "named": True})
 
 
+@pytest.mark.parametrize("words, said", [
+    (["trainer.devices=3"], "data.batch_size=512 must be a multiple of the 3 processes"),
+    (["trainer.accelerator=banana"], "trainer.accelerator must be one of"),
+    (["trainer.devices=2", "trainer.strategy=ddp_fork"], "trainer.strategy=ddp_fork copies this process"),
+    (["trainer.early_stopping=2", "trainer.validate_every_n_steps=0"], "trainer.early_stopping=2 needs validations"),
+    (["init=missing.ckpt"], "missing.ckpt"),
+    (["run_dir=mine"], "run_dir=mine holds a config.yaml that is of no run"),
+])  # fmt: skip
+def test_settings_that_training_refuses_are_refused_here(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").write_text("mine: 1")
+    common = ["model=nsf", "data=toy", "data.n_train=600", *words]
+    assert doctor.main(common) == 1
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("FAIL")]
+    assert line.startswith("FAIL  training: ") and said in line
+    assert main(["train", *common]) in (1, 2)
+    assert capsys.readouterr().err.strip().endswith(line.removeprefix("FAIL  training: "))
+    assert (tmp_path / "mine/config.yaml").read_text() == "mine: 1"
+
+
 def test_a_sound_start_is_reported_with_its_length(capsys):
     assert doctor.main(["model=nsf", "data=toy", "data.batch_size=100", "trainer.max_steps=7"]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]

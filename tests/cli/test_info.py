@@ -139,6 +139,11 @@ def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):
     assert capsys.readouterr().out.count("verdict:") == 2
 
 
+def test_a_name_that_is_too_long_is_one_line(capsys):
+    assert main(["info", "x" * 300]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_without_torch(checkpoint):
     code = "import sys; from genmodels.cli.main import main; main(sys.argv[1:]); print({'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, "info", str(checkpoint())], capture_output=True, text=True)

@@ -95,6 +95,19 @@ def test_what_is_missing_is_one_line(folder, words, said, capsys):
     assert said in error and error.count("\n") == 1
 
 
+def test_a_readme_of_something_else_is_kept_and_a_card_is_replaced(folder, tmp_path, capsys):
+    place = tmp_path / "v1.0"
+    place.mkdir()
+    (place / "README.md").write_text("# My notes")
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={place}"]) == 2
+    assert "no card of a model of genmodels" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in place.iterdir()] == [("README.md", "# My notes")]
+    (place / "README.md").unlink()
+    for licence in ("mit", "cc0-1.0"):
+        assert main(["push", f"ckpt={folder}", f"licence={licence}", f"out={place}"]) == 0
+    assert "license: cc0-1.0" in (place / "README.md").read_text()
+
+
 def test_without_a_report_the_card_says_so(folder, tmp_path):
     assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
     assert "Not evaluated yet" in (tmp_path / "card" / "README.md").read_text()

@@ -22,6 +22,7 @@ from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.training import dashboards
 from genmodels.training.dashboards import LossProfile, Throughput, density_of, forward_flops, picture_of_profile
+from tests.two_processes import fork, forked, joined
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dashboards.md"
 FLOWS = {"nsf", "realnvp", "glow"}
@@ -207,6 +208,30 @@ def test_state_goes_on_where_it_stopped():
     second.load_state_dict(first.state_dict())
     second.add(torch.tensor(log_snr[2:]), torch.tensor(losses[2:]))
     assert second.figures() == pytest.approx(brute_force(log_snr, losses, bins))
+
+
+@fork
+def test_every_process_resumes_its_own_sums(tmp_path):
+    """And where a run of three processes goes on with two, the first has the sums of all."""
+    log_snr, losses, bins = CASES["inside"]
+
+    def one(rank: int) -> None:
+        profile, same, fewer = (LossProfile(bins) for _ in range(3))
+        with joined(tmp_path / "meet", rank):
+            profile.add(torch.tensor(log_snr[rank::2]), torch.tensor(losses[rank::2]))
+            state = profile.state_dict()
+            same.load_state_dict(state)
+            fewer.load_state_dict({"sums": torch.cat([state["sums"], torch.zeros(1, 3, bins)])})
+        torch.save([each.sums for each in (profile, same, fewer)], tmp_path / f"{rank}.pt")
+
+    forked(one, (0,), (1,))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for profile, same, _ in (first, second):
+        assert torch.equal(profile, same)
+    whole = LossProfile(bins)
+    whole.add(torch.tensor(log_snr), torch.tensor(losses))
+    torch.testing.assert_close(first[2], whole.sums)
+    assert not second[2].any() and second[0].any()
 
 
 OBJECTIVES = {

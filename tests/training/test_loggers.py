@@ -18,6 +18,7 @@ from pytorch_lightning.loggers import WandbLogger
 from scipy.io import wavfile
 
 from genmodels.cli.main import main
+from genmodels.core.errors import RunError
 from genmodels.core.files import write_text
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
@@ -85,6 +86,14 @@ def test_a_row_that_was_cut_off_is_left_out_when_resuming(tmp_path):
     logger.log_metrics({"loss": 0.1}, 30)
     logger.save()
     assert [row["step"] for row in rows(path)] == ["10", "20", "30"]
+
+
+@pytest.mark.parametrize("content", ["loss\n0.5\n", "step,loss\nx,0.5\n", "step,loss\n10,1\n\x00,2\n"])
+def test_a_file_of_something_else_is_named(tmp_path, content):
+    (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(RunError, match="metrics.csv is no table of a run"):
+        CSVLogger(tmp_path / "metrics.csv", resume_step=20)
+    assert (tmp_path / "metrics.csv").read_text() == content
 
 
 def test_a_value_is_logged_in_the_unit_of_its_error():

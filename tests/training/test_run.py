@@ -377,3 +377,13 @@ def test_colour_is_for_terminals_that_want_it(term, plain, coloured, monkeypatch
     run.say("ddpm with [a, b] parameters", "note: a line")
     assert ("\x1b[33m" in screen.getvalue()) == coloured and "ddpm with [a, b] parameters" in screen.getvalue()
     assert run.terminal(screen) == (term == "xterm") and not run.terminal(io.StringIO())
+
+
+def test_temporary_files_of_a_killed_run_are_removed_and_those_of_others_are_kept(tmp_path):
+    folder = tmp_path / "run"
+    command("train", *SHORT, "trainer.max_steps=2", f"run_dir={folder}")
+    stale, other = folder / f".last.ckpt.{'0a' * 8}.tmp", folder / ".notes.tmp"
+    for file in (stale, other):
+        file.touch()
+    command("train", *SHORT, "trainer.max_steps=3", f"run_dir={folder}", "resume=last")
+    assert other.exists() and not stale.exists()

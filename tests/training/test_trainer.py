@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
+import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pytorch_lightning.trainer.connectors import accelerator_connector
 
 from genmodels.cli.main import main
 from genmodels.core.checkpoint import read_header
@@ -18,6 +22,7 @@ from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
 from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.normalizing_flows import NSF
+from genmodels.models.optimizer import EMA
 from genmodels.training import trainer
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 
@@ -161,6 +166,43 @@ def test_the_learning_rate_is_found_once_and_kept_by_a_resumed_run(tmp_path, cap
     assert header["config"]["model"]["optimizer"]["lr"] == rate and header["step"] == 3
     assert main([*TINY, "trainer.lr_find=true", "trainer.devices=2", f"run_dir={tmp_path}/two"]) == 2
     assert "one process" in capsys.readouterr().err
+
+
+def test_a_longer_run_has_its_own_rate_from_the_first_step_on(tmp_path):
+    """A checkpoint of the last step of a cosine has the rate 0."""
+    run, rate = tmp_path / "run", ["model.optimizer.decay=cosine", "model.optimizer.warmup_steps=0"]
+    words = [*TINY, *rate, f"run_dir={run}", "trainer.log_every_n_steps=1", "trainer.validate_every_n_steps=0"]
+    assert main([*words, "trainer.max_steps=2"]) == 0
+    assert main([*words, "trainer.max_steps=4", "resume=last"]) == 0
+    with (run / "metrics.csv").open() as file:
+        rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file)]
+    shape = [0.5 * (1 + math.cos(math.pi * n / total)) for n, total in ((0, 2), (1, 2), (2, 4), (3, 4))]
+    assert [each / rates[0] for each in rates] == pytest.approx(shape, rel=1e-6)
+
+
+def test_the_average_counts_its_updates_from_zero(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr(EMA, "update", lambda self, source, step: counted.append(step))
+    assert main([*TINY, f"run_dir={tmp_path}/run", "trainer.max_steps=3", "trainer.accumulate=2"]) == 0
+    assert counted == [0, 1, 2]
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"strategy": "ddp_fork", "devices": 2}, "trainer.strategy=ddp_fork copies this process"),
+    ({"strategy": "ddp_spawn", "devices": 2}, "trainer.strategy=ddp_spawn copies this process"),
+    ({"early_stopping": 3, "validate_every_n_steps": 0}, "trainer.early_stopping=3 needs validations"),
+])  # fmt: skip
+def test_refused_when_it_is_built(options, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        TrainerOptions(accelerator="cpu", **options).build(10, [], str(tmp_path))
+
+
+def test_several_processes_are_not_started_from_an_interactive_session(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)  # Lightning has looked when it was imported
+    with pytest.raises(InputError, match="not from an interactive session: put the call into a file"):
+        TrainerOptions(accelerator="cpu", devices=2).build(10, [], str(tmp_path))
+    TrainerOptions(accelerator="cpu").build(10, [], str(tmp_path))
 
 
 class Diverging:
