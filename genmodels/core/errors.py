@@ -270,17 +270,17 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def only_for(what: str, **options: tuple[object, object]) -> None:
-    """Raise ValueError for the first of these options, given as (value, usual value), that is not the usual one.
+    """Raise ValueError for the first of these options of a model, given as (value, usual value), that is not the usual.
 
     Example:
         >>> only_for("images", depth=(2, 2), heads=(8, 4))
         Traceback (most recent call last):
         ...
-        ValueError: heads=8 is for images: leave it out
+        ValueError: heads=8 is for images: leave it out, or where a preset sets it add '~model.heads'
     """
     for name, (value, usual) in options.items():
         if value != usual:
-            raise ValueError(f"{name}={value} is for {what}: leave it out")
+            raise ValueError(f"{name}={value} is for {what}: leave it out, or where a preset sets it add '~model.{name}'")
 
 
 def terminal(stream: TextIO) -> bool:

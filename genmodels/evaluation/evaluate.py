@@ -26,7 +26,7 @@ from genmodels.evaluation.likelihood import LikelihoodStage, bounds_of, lines_of
 from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
-from genmodels.evaluation.samples import draw
+from genmodels.evaluation.samples import draw, takes_temperature
 from genmodels.evaluation.speech import spoken_at
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
@@ -386,7 +386,7 @@ def check_options(models: Sequence[Opened]) -> None:
         if request.sampler not in samplers:
             raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
     for opened in models:
-        if request.temperature not in (None, 1) and "inverse_temperature" in opened.model.own_options():
+        if request.temperature not in (None, 1) and not takes_temperature(opened.model, request.sampler):
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
                              f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
                              "table are drawn alike, leave it out")

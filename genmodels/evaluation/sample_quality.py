@@ -30,7 +30,7 @@ from genmodels.evaluation.fidelity import (
 )
 from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
-from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class
+from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class, takes_temperature
 from genmodels.evaluation.speech import speech_of, transcription_of
 from genmodels.flows.flow import class_posterior
 from genmodels.models.checkpoint import weights_of
@@ -426,7 +426,7 @@ class FidelityStage:
 
     def _sweep(self, key: str, network: FeatureNetwork, real: Tensor) -> None:
         model = self.state.opened.model
-        refused = key == "temperature" and "inverse_temperature" in model.own_options()
+        refused = key == "temperature" and not takes_temperature(model, self.state.request.sampler)
         if refused or not model.takes(key):
             self.state.report.warnings.append(f"no sweep over {key}: {an(model.family)} has no such option")
             return

@@ -25,6 +25,7 @@ from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.text import written
 from genmodels.data.utterances import joined
 from genmodels.evaluation.features import Cache, code_hash, key_of
+from genmodels.models.score import SAMPLERS
 from genmodels.plots.images import LEGIBLE, class_name, grid, has_picture, images_of, in_turn, picture_of, stack
 
 
@@ -85,13 +86,19 @@ def draw_parts(
                     require_finite_rows(drawn[-1].x)
                 except NotFinite as error:
                     helpful = ["more steps"] if model.takes("steps") else []
-                    helpful += [] if "inverse_temperature" in model.own_options() else ["a lower temperature"]
+                    helpful += ["a lower temperature"] if takes_temperature(model, given.get("sampler")) else []
                     advice = ", ".join([*helpful, "or ema=true"])
                     raise NotFinite(error.row, f"sample {numbers[error.row]}", advice) from error
             yield together(drawn)
     finally:
         if bar is not None:
             bar.close()
+
+
+def takes_temperature(model, sampler: str | None) -> bool:
+    """Whether a sampler (None for the default) scales its noise, rather than drawing from p^beta as chains do."""
+    options = model.own_options()
+    return "inverse_temperature" not in options or "eta" in options and sampler not in SAMPLERS
 
 
 def together(parts: Sequence[Samples]) -> Samples:

@@ -14,7 +14,7 @@ from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.samples import Drawing, draw, draw_together, sounds_by_class, write_folder
+from genmodels.evaluation.samples import Drawing, draw, draw_together, sounds_by_class, takes_temperature, write_folder
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.normalizing_flows import Glow, RealNVP
@@ -47,6 +47,23 @@ def made(name):
     x = torch.randn(shape, generator=generator) if levels is None else torch.randint(levels, shape, generator=generator)
     model.initialize(Batch(x, torch.arange(32) % 10, index=torch.arange(32)))
     return model.eval(), options
+
+
+@pytest.mark.parametrize("name, sampler, expected", [
+    ("ddpm", None, True), ("glow", None, True), ("score", None, True), ("score", "heun", True),
+    ("score", "annealed_langevin", False), ("score", "predictor_corrector", False),
+    ("energy of counts", None, False), ("energy of counts", "ula", False),
+])  # fmt: skip
+def test_a_temperature_is_taken_by_the_samplers_that_scale_their_noise(name, sampler, expected):
+    model, _ = made(name)
+    assert takes_temperature(model, sampler) is expected
+    options = SamplingOptions(n=1, temperature=0.5, sampler=sampler, **({"steps": 3} if model.takes("steps") else {}))
+    try:
+        draw(model, options, progress=False)
+        drawn = True
+    except ValueError as error:
+        drawn = "temperature=0.5 is a factor on the noise" not in str(error)
+    assert drawn is expected
 
 
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, 1e30, -1.0, True])
