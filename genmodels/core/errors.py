@@ -280,7 +280,8 @@ def only_for(what: str, **options: tuple[object, object]) -> None:
     """
     for name, (value, usual) in options.items():
         if value != usual:
-            raise ValueError(f"{name}={value} is for {what}: leave it out, or where a preset sets it add '~model.{name}'")
+            raise ValueError(f"{name}={value} is for {what}: leave it out, or where a preset sets it add "
+                             f"'~model.{name}'")
 
 
 def terminal(stream: TextIO) -> bool:
