@@ -301,9 +301,10 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
         "diffusers": diffusers_ddpm,
         "diffusers, our rate": lambda spec: at_our_rate(diffusers_ddpm(spec))}),
     "flow_matching": (64, {
-        "genmodels": lambda spec: ours(FlowMatchingModel(spec, **DIFFUSION)),
-        "genmodels, its preset": lambda spec: replace(ours(FlowMatchingModel(spec, **PRESET)), warmup=100),
-        "torchcfm": torchcfm_flow_matching}),
+        "genmodels": lambda spec: at_our_rate(ours(FlowMatchingModel(spec, **DIFFUSION))),
+        "genmodels, its preset": lambda spec: at_our_rate(ours(FlowMatchingModel(spec, **PRESET))),
+        "torchcfm": torchcfm_flow_matching,
+        "torchcfm, our rate": lambda spec: at_our_rate(torchcfm_flow_matching(spec))}),
     "score_matching": (100, {
         "genmodels": lambda spec: energy_of(spec, our_sliced),
         "torchebm": lambda spec: energy_of(spec, lambda model: torchebm_sliced(model, 1)),

@@ -11,7 +11,7 @@ and evaluation. After each turn the negative log-likelihood of test items is tak
 of as many samples as test items in our features. A race that was stopped goes on where it was.
 
 Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset or, in the race
-of DDPM, as for likelihood; there peers run as in their example and at our rate (the same warm-up, decay and clipping).
+of DDPM, as for likelihood; its peers run as in their example and at our rate (the same warm-up, decay and clipping).
 Peers' flows run on pixels in [0, 1], as in their examples, and once on the logits that ours take.
 Flows have Adam at 1e-3 throughout, those of RealNVP gradients of norm 1 at most, without which ours loses in a step
 what it learned in minutes. A peer's flow gives log p(v) of v = (x + u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim,
