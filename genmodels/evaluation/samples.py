@@ -24,8 +24,8 @@ from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.text import written
 from genmodels.data.utterances import joined
+from genmodels.diffusion.samplers import SAMPLERS
 from genmodels.evaluation.features import Cache, code_hash, key_of
-from genmodels.models.score import SAMPLERS
 from genmodels.plots.images import LEGIBLE, class_name, grid, has_picture, images_of, in_turn, picture_of, stack
 
 
@@ -98,7 +98,7 @@ def draw_parts(
 def takes_temperature(model, sampler: str | None) -> bool:
     """Whether a sampler (None for the default) scales its noise, rather than drawing from p^beta as chains do."""
     options = model.own_options()
-    return "inverse_temperature" not in options or "eta" in options and sampler not in SAMPLERS
+    return "inverse_temperature" not in options or "eta" in options and sampler in (None, *SAMPLERS)
 
 
 def together(parts: Sequence[Samples]) -> Samples:
