@@ -275,7 +275,7 @@ def _resumed(
         settings = path.parent / "config.yaml"
         raise InputError(f"{error}{f': its settings are in {settings}' if settings.is_file() else ''}") from None
     before, now = header["data"].get("fingerprint"), network.spec.fingerprint
-    if before and before != now:
+    if before and not now.startswith(before):
         raise InputError(f"resume: the data have changed ({now}; in {path} {before}), so that other items would be "
                          "held out: restore them, or begin a new run by init=")
     if steps < header["step"]:

@@ -370,8 +370,12 @@ def require_spread(spec: DataSpec, std: Tensor) -> None:
     """
     constant = ~(std > 0)  # NaN of a single item too
     if bool(constant.any()):
-        column = spec.column(int(constant.flatten().nonzero()[0, 0]))
-        raise InputError(f"column {column} of {spec.name} is constant and has no density: leave it out")
+        place = int(constant.flatten().nonzero()[0, 0])
+        if len(spec.event_shape) > 1:
+            at = ", ".join(str(int(k)) for k in torch.unravel_index(torch.tensor(place), spec.event_shape))
+            raise InputError(f"the value at ({at}) of every item of {spec.name} is the same and has no density: store "
+                             "images as integers (uint8), or add noise")
+        raise InputError(f"column {spec.column(place)} of {spec.name} is constant and has no density: leave it out")
 
 
 def require_precision(spec: DataSpec, x: Tensor) -> None:
@@ -421,6 +425,7 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:
     for name, column in zip(names, rows.T, strict=True):
         if bool((column == column[0]).all()):
             raise InputError(f"column {name} is constant: leave it out, or add noise")
+    for name, column in zip(names, rows.T, strict=True):
         if len(column) > 100 and len(column.unique()) <= 20:
             raise InputError(f"column {name} has only {len(column.unique())} values: dequantise it, or add noise")
     copies = len(rows) - len(rows.unique(dim=0))

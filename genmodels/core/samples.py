@@ -141,6 +141,8 @@ class SamplingOptions:
             raise InputError("a part of an event is kept, or all of it is edited: leave one of the two out")
         if (self.known is None) != (self.keep is None):
             raise InputError("what is known goes with a mask of where it is known: give both")
+        if self.guidance == 0 and self.cond is not None:
+            raise InputError("guidance=0 draws without a class: leave cond out")
         if self.max_frames is not None and self.max_frames < 1:
             raise InputError(f"max_frames must be at least 1, got {self.max_frames}")
         if self.path < 0:
@@ -156,6 +158,14 @@ class SamplingOptions:
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(SamplingOptions)}
         return {key: value for key, (value, default) in values.items()
                 if value is not default and (isinstance(value, Tensor) or value != default)}
+
+    def require_levels(self, levels: int | None) -> None:
+        """Raise InputError for a known or edited event that holds other values than the levels of integers."""
+        for key in ("known", "edit") if levels is not None else ():
+            x = getattr(self, key)
+            if x is not None and not bool(((x >= 0) & (x < levels)).all()):
+                raise InputError(f"{key} holds values from {x.min():g} to {x.max():g}, and the data are integers from "
+                                 f"0 to {levels - 1}")
 
     def with_default(self, **values: Any) -> SamplingOptions:
         """The same, with these values where there is None."""

@@ -369,7 +369,7 @@ def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
 
     parts = {split: (pick(_X, split), pick(_Y, split)) for split in ("all", *SPLITS)}
     if parts["train"][0] is None and "train" in arrays:
-        parts = {split: (arrays.get(split), None) for split in SPLITS}
+        parts = {split: (arrays.get(split), parts[split][1]) for split in SPLITS}
     found = {split: part for split, part in parts.items() if part[0] is not None}
     if not found or ("all" not in found and "train" not in found):
         listed = ", ".join(sorted(arrays)) or "nothing"

@@ -201,7 +201,10 @@ class DataModule(OfLightning):
         if batch_size < 1:
             raise InputError(f"batch_size must be at least 1, got {batch_size}")
         data = self.split(split)
-        positions = torch.arange(len(data)) if indices is None else torch.as_tensor(indices, dtype=torch.int64)
+        positions = torch.arange(len(data)) if indices is None else torch.as_tensor(indices)
+        if positions.dtype.is_floating_point and len(positions) or positions.dtype == torch.bool:
+            raise InputError(f"indices are numbers of items, got values of type {positions.dtype}")
+        positions = positions.to(torch.int64)
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(data):
             raise InputError(f"indices must lie in 0..{len(data) - 1}, the {split} split of {self.spec.name}")
         return Loader(data, SequentialBatches(positions, batch_size), self.num_workers, self._pin())
@@ -211,6 +214,8 @@ class DataModule(OfLightning):
         from genmodels.data.utterances import joined
 
         parts = list(self.loader(split, 4096, indices))
+        if not parts:
+            raise InputError(f"indices: no item of the {split} split is asked for")
         return Batch(*(joined([getattr(part, one.name) for part in parts]) for one in fields(Batch)))
 
     def problems(self) -> list[str]:

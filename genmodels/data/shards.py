@@ -68,11 +68,14 @@ class ItemForm:
             array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
         if self.arrays is None:
             raise ValueError("is an array among images")
+        if self.spec.levels is not None and array.dtype.kind not in "iub":
+            raise ValueError(f"holds values of type {array.dtype}, where the others are integers")
         x = self.arrays.convert(array[None])[0]
         if self.spec.mel is None and x.shape != self.spec.event_shape:
             raise ValueError(f"has shape {tuple(x.shape)}, where the others have {self.spec.event_shape}")
-        if self.spec.levels is not None and self.spec.levels <= int(array.max()):
-            raise ValueError(f"holds {array.max()}, but there are {self.spec.levels} levels")
+        for value in (array.min(), array.max()) if self.spec.levels is not None else ():
+            if not 0 <= int(value) < self.spec.levels:
+                raise ValueError(f"holds {value}, but there are {self.spec.levels} levels from 0")
         if self.spec.levels is None and not bool(x.isfinite().all()):
             raise ValueError("holds a value that is not finite")
         return x

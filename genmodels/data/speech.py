@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
@@ -310,10 +312,14 @@ class Speech(DataModule):
         usual = sorted(recording.frames for recording in recordings)[len(recordings) // 2] if recordings else 1
         statistics |= {"frames": -(-usual // self.multiple) * self.multiple}
         name = self.name if self.root is None else self.root.resolve().stem
+        content = json.dumps({name: [[items[k].name, items[k].recording.digest, items[k].text] for k in rows[name]]
+                              for name in SPLITS})  # fmt: skip
+        sizes = ", ".join(f"{len(rows[name])} {name}" for name in SPLITS)
         spec = DataSpec(
             name, (self.mel.n_mels, longest), None, len(self._classes) or None, self._classes, mel=asdict(self.mel),
             statistics=statistics, text=None if self._classes else self._text([items[k] for k in rows["test"]]),
             speakers=tuple(self.speakers),
+            fingerprint=f"{sizes}, clips {hashlib.sha256(content.encode()).hexdigest()[:12]}",
         )
         return spec, splits
 
@@ -326,7 +332,8 @@ class Speech(DataModule):
     def training_batches(self, data: Utterances) -> BucketedBatchSampler:
         """Batches of items of about the same length."""
         frames = data.frames() if data.length is None else torch.full((len(data),), data.length)
-        return BucketedBatchSampler(frames, self.batch_size, self.max_frames, self.order_seed, self._processes)
+        return BucketedBatchSampler(frames, self.batch_size, self.max_frames, self.order_seed, self._processes,
+                                    data.length)
 
     def findings(self) -> list[Finding]:
         """All errors and warnings about these data, item by item.

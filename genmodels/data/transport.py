@@ -112,6 +112,7 @@ class Transport(DataModule):
         shared = {"root": root, "download": download}
         self.ends = [end if isinstance(end, DataModule) else self._made(key, end, shared)
                      for key, end in (("source", source), ("target", target))]
+        self.draws_items = all(end.draws_items for end in self.ends)
         self.classes, self.same_class = (source_classes, target_classes), same_class
 
     def _made(self, key: str, name: str, shared: dict) -> DataModule:

@@ -175,6 +175,7 @@ class BucketedBatchSampler(ResumableBatchSampler):
         batch_size: largest number of items per batch, over all processes together.
         max_frames: largest number of frames per batch; None for no limit.
         order_seed, processes: see `ResumableBatchSampler`.
+        width: frames of every item in a batch where they are the same; None for those of its longest item.
 
     Errors: InputError if an item is longer than `max_frames`.
 
@@ -186,14 +187,17 @@ class BucketedBatchSampler(ResumableBatchSampler):
 
     def __init__(
         self, frames: Tensor, batch_size: int, max_frames: int | None = None, order_seed: int = 0,
-        processes: Callable[[], tuple[int, int]] = one_process,
+        processes: Callable[[], tuple[int, int]] = one_process, width: int | None = None,
     ):
         super().__init__(len(frames), batch_size, order_seed, processes)
-        self.frames, self.max_frames = frames.double(), max_frames
-        if max_frames is not None and (most := _width(int(frames.max()))) > max_frames:
+        self.frames, self.max_frames, self.width = frames.double(), max_frames, width
+        if max_frames is not None and (most := self._width(int(frames.max()))) > max_frames:
             raise InputError(f"data.max_frames={max_frames} is less than the {most} frames of a batch of the longest "
                              "item: raise it, or leave long items out by data.max_seconds")
         self.cuts = self._cuts()
+
+    def _width(self, longest: int) -> int:
+        return _width(longest) if self.width is None else self.width
 
     def _cuts(self) -> list[int]:
         """Sizes of the batches, from the shortest items to the longest."""
@@ -202,7 +206,7 @@ class BucketedBatchSampler(ResumableBatchSampler):
             return [self.batch_size] * whole + [rest] * bool(rest)
         sizes, count = [], 0
         for length in self.frames.sort().values.tolist():
-            if count == self.batch_size or (count + 1) * _width(int(length)) > self.max_frames:
+            if count == self.batch_size or (count + 1) * self._width(int(length)) > self.max_frames:
                 sizes.append(count)
                 count = 0
             count += 1

@@ -66,7 +66,7 @@ class _Vision(DataModule):
         try:
             self._open(train=False)
             self._open(train=True)
-        except (RuntimeError, OSError):
+        except Exception:  # torchvision's readers raise any of a damaged file
             if not self.download:
                 raise InputError(f"{self.name} is missing and data.download=false: {self._advice()}{self._found()}"
                                  ) from None

@@ -98,6 +98,9 @@ def masked_bound(
     return values.view(n, replicates, draws).mean(2)
 
 
+_EQUAL = 1e-3  # difference of log-probabilities up to which `confident` makes none
+
+
 @torch.no_grad()
 def unmask(
     predict: Predictor, x: Tensor, mask: int, generator: Generator, *, steps: int, cond: Tensor | None = None,
@@ -130,7 +133,9 @@ def unmask(
         values, chances = (uniform(x.shape, noise, device=x.device) for _ in range(2))
         drawn = draw_tokens(log_p, values, temperature)
         if confident:
-            sure = log_p.gather(-1, drawn[..., None])[..., 0].masked_fill(~hidden, math.inf).flatten(1)
+            # What is equal but for rounding, which depends on the batch, has an order that is drawn.
+            sure = (log_p.gather(-1, drawn[..., None])[..., 0].double() / _EQUAL).round() + chances
+            sure = sure.masked_fill(~hidden, math.inf).flatten(1)
             place = sure.argsort(dim=1, stable=True).argsort(dim=1).view_as(x)  # 0 for the least sure
             left = ((1 - then) * count).round().view(-1, *(1,) * (x.dim() - 1))
             shown = hidden & (place >= left)

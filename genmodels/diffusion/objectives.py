@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size
 from genmodels.diffusion.bound import (
@@ -418,6 +418,8 @@ def make_objective(
         >>> make_objective("vlb", exact, Gaussian(), ddpm_times(10), variance="beta").in_nats
         True
     """
+    one_of("variance", variance, ("beta", "beta_tilde", "learned"))
+    one_of("objective", name, OBJECTIVES)
     kind = OBJECTIVES[name]
     options = {"weighting": weighting, "variance": variance, "time_sampler": time_sampler}
     known = inspect.signature(kind).parameters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 from genmodels.diffusion.path import alpha_sigma, wide
 from genmodels.diffusion.schedule import (
     CosineSchedule,
@@ -195,22 +195,28 @@ ScheduleName = Literal[
 ]
 
 
-def default_ends(name: ScheduleName, finest: float = 15.0) -> list[float] | None:
+def default_ends(name: ScheduleName, finest: float = 15.0, *, levels: int | None = None) -> list[float] | None:
     """Log-SNR at t = 0 and at t = 1 of a schedule whose end points can be chosen, None for others.
 
     Arguments:
         name: an entry of SCHEDULES.
-        finest: log-SNR at t = 0 of the learned schedule.
+        finest: log-SNR at t = 0 of the learned schedule and, for integers, of `linear_log_snr`. An end with more noise
+            would leave bits to the decoder that no denoiser can save: at log-SNR 10 half a bit to a bit for each scalar
+            of 256 levels, with a fixed variance.
+        levels: number of levels of the data, None for real numbers.
 
     Example:
-        >>> default_ends("cosine"), default_ends("linear")
-        ([15.0, -15.0], None)
+        >>> default_ends("cosine"), default_ends("linear"), default_ends("linear_log_snr", 12.5, levels=256)
+        ([15.0, -15.0], None, [12.5, -10.0])
     """
+    one_of("schedule", name, SCHEDULES)
     parameters = inspect.signature(SCHEDULES[name]).parameters
     if "log_snr_max" not in parameters:
         return None
     if issubclass(SCHEDULES[name], LearnedSchedule):
         return [finest, -15.0]
+    if levels is not None and issubclass(SCHEDULES[name], LinearLogSnrSchedule):
+        return [finest, parameters["log_snr_min"].default]
     return [parameters["log_snr_max"].default, parameters["log_snr_min"].default]
 
 

@@ -239,10 +239,10 @@ class Opened:
         fits(model, datamodule.spec)
         trained = data_options(header, path)
         changed = {key: value for key, value in request.data.items() if key not in trained or value != trained[key]}
-        _require_same_items(model.spec, datamodule.spec, changed, conditional=model.num_classes is not None)
         _require_same_division(datamodule, trained, changed)
-        # Of the data that are evaluated, which `data.*` may have changed.
-        model.spec = replace(model.spec, name=datamodule.spec.name, entropy=datamodule.spec.entropy)
+        _require_same_items(model, datamodule, changed)
+        spec = datamodule.spec  # of the data that are evaluated, which `data.*` may have changed
+        model.spec = replace(model.spec, name=spec.name, entropy=spec.entropy, encoding=spec.encoding)
         limit = request.limit
         if limit is None:
             limit = (header["config"].get("trainer") or {}).get("limit_evaluation")
@@ -289,7 +289,12 @@ class Opened:
 
 def fits(model: GenerativeModel, found: DataSpec) -> None:
     """Raise an InputError with both values if data do not fit the DataSpec that a model was built for."""
-    for key in ("event_shape", "levels", "mel"):
+    texts = [None if spec.text is None else {key: spec.text.get(key) for key in ("symbols", "blanks", "form")}
+             for spec in (model.spec, found)]
+    if texts[0] is not None and texts[0] != texts[1]:
+        raise InputError("these data do not fit the checkpoint: their texts are in other symbols, or there are none: "
+                         "give data.symbols, data.blanks and the like as in training")
+    for key in ("event_shape", "levels", "mel", *(["speakers"] if texts[0] is not None else [])):
         then, now = getattr(model.spec, key), getattr(found, key)
         if then != now and not (key == "event_shape" and model.spec.holds(now)):
             raise InputError(f"these data do not fit the checkpoint: {key} is {now}, the model was built for {then}")
@@ -303,21 +308,21 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
                          f"{model.num_classes} classes: give labelled data of these classes")
 
 
-#: Options of data that leave the items as they are.
-_SAME_ITEMS = {"batch_size", "num_workers", "storage", "download", "cache", "flip"}
-
-
-def _require_same_items(trained: DataSpec, found: DataSpec, changed: dict, conditional: bool) -> None:
+def _require_same_items(model: GenerativeModel, datamodule: DataModule, changed: dict) -> None:
     """Raise an InputError for columns or classes of other names, and for a data set that has changed since training."""
-    for what in ("columns", *(["class_names"] if conditional else [])):
+    trained, found = model.spec, datamodule.spec
+    for what in ("columns", *(["class_names"] if model.num_classes is not None else [])):
         then, now = getattr(trained, what), getattr(found, what)
         if then and now and then != now:
             raise InputError(f"these data do not fit the checkpoint: their {what} are {', '.join(now)}, the model was "
                              f"built for {', '.join(then)}")
-    if set(changed) <= _SAME_ITEMS and trained.fingerprint not in ("", found.fingerprint):
-        raise InputError(f"{found.name} has changed since training ({found.fingerprint}; then {trained.fingerprint}), "
-                         "so that its test split may hold items that the model was trained on: restore it, or evaluate "
-                         "on data of which it has seen nothing by data.file= or data.root=")
+    other = {"root", "file"} & set(changed) or datamodule.draws_items
+    if not other and not found.fingerprint.startswith(trained.fingerprint):
+        options = ", ".join(f"data.{key}={value}" for key, value in changed.items())
+        raise InputError(f"{found.name} has changed since training ({found.fingerprint}; then {trained.fingerprint}"
+                         f"{f'; {options}' if options else ''}), so that its test split may hold items that the "
+                         "model was trained on: restore it, or evaluate on data of which it has seen nothing by "
+                         "data.root= or data.file=")
 
 
 def _require_same_division(datamodule: DataModule, trained: dict, changed: dict) -> None:

@@ -290,11 +290,12 @@ class Evaluation:
         """Network evaluations, samples per second, latency and memory on this device."""
         if not self.opened.model.generates:
             return
-        opened, size, small = self.opened, min(self.state.request.batch_size, 64), self.opened.limited
-        found = self.state.once("cost", self.state.sampling_settings(), lambda: cost.measure(
+        opened, small = self.opened, self.opened.limited
+        size = min(self.state.request.batch_size, 16 if small else 64)
+        found = self.state.once("cost", self.state.sampling_settings() | {"batch_size": size}, lambda: cost.measure(
             opened.model,
             lambda n, start: draw(opened.model, opened.sampling(n, start=start), batch_size=size, progress=False),
-            batch_size=16 if small else 64, budget=5.0 if small else 60.0, weights=weights_of(self.state.request.ema),
+            batch_size=size, budget=5.0 if small else 60.0, weights=weights_of(self.state.request.ema),
         ))
         self.report.sampling = SamplingCost(**found, seed=self.state.request.seed)
 

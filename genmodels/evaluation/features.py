@@ -240,13 +240,7 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def classifier(items: Items) -> FeatureNetwork:
-    """A small network trained to classify the training items; its 64 features are the last hidden layer.
-
-    Raises:
-        InputError: for data without classes.
-    """
-    if items.train_labels is None or items.spec.num_classes is None:
-        raise InputError(f"features=classifier needs labels, and {items.spec.name} has none: use features=random-conv")
+    """A small network trained to classify the training items; its 64 features are the last hidden layer."""
     key = key_of(what="classifier", recipe=RECIPE, data=items.train_hash, torch=torch.__version__.split("+")[0],
                  shape=list(items.spec.event_shape), classes=items.spec.num_classes)
     with torch.random.fork_rng(devices=[]):
@@ -291,8 +285,6 @@ def _train(net: _Net, items: Items) -> None:
 
 def random_convolutions(items: Items) -> FeatureNetwork:
     """The same network with random weights of a fixed seed, for images and sequences without classes."""
-    if len(items.spec.event_shape) == 1:
-        raise InputError("features=random-conv is for images and sequences: vectors have features=coordinates")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of("random-conv", RECIPE))
         net = _Net(items, 1).eval()
@@ -301,8 +293,6 @@ def random_convolutions(items: Items) -> FeatureNetwork:
 
 def coordinates(items: Items) -> FeatureNetwork:
     """The items themselves, standardised by the training items, for vectors."""
-    if len(items.spec.event_shape) != 1:
-        raise InputError("features=coordinates is for vectors: images have features=classifier or random-conv")
     scaled = Scaled(items)
     return FeatureNetwork("coordinates", items.spec.dims, weights_hash(scaled), scaled,
                           note="standardised by the training split", moments=False)
@@ -314,10 +304,8 @@ def inception(items: Items) -> FeatureNetwork:
     Its weights are not those of published Fréchet distances, which cannot be compared.
 
     Raises:
-        InputError: for data that are not images, and if the weights cannot be loaded, with the path to place them in.
+        InputError: if the weights cannot be loaded, with the path to place them in.
     """
-    if not items.spec.is_image or items.spec.event_shape[0] not in (1, 3):
-        raise InputError("features=inception is for grey or colour images")
     from torchvision.models import Inception_V3_Weights, inception_v3
 
     weights = Inception_V3_Weights.IMAGENET1K_V1
@@ -348,27 +336,49 @@ NETWORKS: dict[str, Callable[[Items], FeatureNetwork]] = {
 }
 
 
-def dims_of(spec: DataSpec, name: str = "auto") -> int:
-    """The number of features of the network of that name.
+def chosen_network(spec: DataSpec, name: str = "auto") -> str:
+    """The name of the network for such data; `auto` is the classifier if there are classes.
+
+    Raises:
+        InputError: for a network that does not take them.
 
     Example:
-        >>> dims_of(DataSpec("digits", (1, 8, 8), levels=17)), dims_of(DataSpec("plane", (2,)))
-        (64, 2)
+        >>> chosen_network(DataSpec("digits", (1, 8, 8), levels=17)), chosen_network(DataSpec("plane", (2,)))
+        ('random-conv', 'coordinates')
     """
-    if name == "auto" and len(spec.event_shape) == 1 and spec.num_classes is None:
-        name = "coordinates"
-    return {"coordinates": spec.dims, "inception": 2048}.get(name, WIDTH)
+    vector = len(spec.event_shape) == 1
+    if name == "auto":
+        return "classifier" if spec.num_classes is not None else "coordinates" if vector else "random-conv"
+    if name == "classifier" and spec.num_classes is None:
+        raise InputError(f"features=classifier needs labels, and {spec.name} has none: use features=random-conv")
+    if name == "random-conv" and vector:
+        raise InputError("features=random-conv is for images and sequences: vectors have features=coordinates")
+    if name == "coordinates" and not vector:
+        raise InputError("features=coordinates is for vectors: images have features=classifier or random-conv")
+    if name == "inception" and not (spec.is_image and spec.event_shape[0] in (1, 3)):
+        raise InputError("features=inception is for grey or colour images")
+    return name
+
+
+def fewest_items(spec: DataSpec, name: str = "auto") -> int:
+    """The fewest items that are compared in the features of that network: two for each feature of a covariance.
+
+    `coordinates` have no covariance, but three neighbours.
+
+    Example:
+        >>> fewest_items(DataSpec("digits", (1, 8, 8), levels=17)), fewest_items(DataSpec("plane", (2,)))
+        (128, 4)
+    """
+    return {"coordinates": 4, "inception": 2 * 2048}.get(chosen_network(spec, name), 2 * WIDTH)
 
 
 def network_for(items: Items, name: str = "auto") -> FeatureNetwork:
-    """The network of that name; `auto` is the classifier if there are labels, else coordinates or random convolutions.
+    """The network of that name, see `chosen_network`.
 
     Example:
         >>> items = Items(DataSpec("plane", (2,)), torch.randn(50, 2), torch.randn(50, 2))
         >>> network_for(items).name, network_for(items)(items.test).shape
         ('coordinates', torch.Size([50, 2]))
     """
-    if name == "auto":
-        labelled = items.train_labels is not None and items.spec.num_classes is not None
-        name = "classifier" if labelled else "coordinates" if len(items.spec.event_shape) == 1 else "random-conv"
-    return NETWORKS[name](items)
+    spec = items.spec if items.train_labels is not None else replace(items.spec, num_classes=None)
+    return NETWORKS[chosen_network(spec, name)](items)

@@ -221,18 +221,17 @@ def distance(a: Tensor, b: Tensor) -> Tensor:
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def check_count(count: int, dims: int) -> None:
-    """Raise an InputError for too few items to estimate a covariance of their features.
+def check_count(count: int, fewest: int) -> None:
+    """Raise an InputError for fewer items than can be compared.
 
     Example:
-        >>> check_count(100, 64)
+        >>> check_count(100, 128)
         Traceback (most recent call last):
         ...
-        genmodels.core.errors.InputError: 100 items are too few for the covariance of 64 features: ...
+        genmodels.core.errors.InputError: 100 items are too few to compare: at least 128 are needed
     """
-    if count < 2 * dims:
-        raise InputError(f"{count} items are too few for the covariance of {dims} features: at least {2 * dims} are "
-                         "needed")
+    if count < fewest:
+        raise InputError(f"{count} items are too few to compare: at least {fewest} are needed")
 
 
 _NEIGHBOURS_CHUNK = 1 << 22  # products computed at once

@@ -391,7 +391,7 @@ class LikelihoodStage:
             report.warnings += notes_on(entry)
             if number == 0:
                 self.first = found
-            if found.profile is not None:
+            if found.profile is not None and report.profile.diffusion is None:  # that of the first such line
                 mean = found.profile.nats / found.profile.items
                 report.profile.diffusion = NoiseLevels(found.profile.edges.tolist(), mean.tolist())
         self._extreme_items()

@@ -16,7 +16,7 @@ from genmodels.core.samples import Samples
 from genmodels.data.utterances import joined
 from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import EvaluationState
-from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, dims_of, key_of, network_for, wilson
+from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, fewest_items, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
     Nearest,
     check_count,
@@ -62,6 +62,7 @@ def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Seque
             "confusion": table.tolist()}
 
 
+_FEWEST = 4  # samples with three neighbours each
 _NEIGHBOURS = 8  # closest pairs that are shown
 _MOST = 10_000  # items that precision and recall compare
 _SHOWN = 64  # samples that are kept for grids
@@ -83,7 +84,7 @@ def noise_like(x: Tensor, spec: DataSpec) -> Tensor:
 
 
 def count_for(
-    samples: int | str, items: int, dims: int, force: bool, insist: bool = False
+    samples: int | str, items: int, fewest: int, force: bool, insist: bool = False
 ) -> tuple[int, str | None]:
     """The number of samples, and of held-out items, that are compared; with the reason if there are too few.
 
@@ -92,21 +93,21 @@ def count_for(
             `samples="auto"`.
 
     Example:
-        >>> count_for("auto", 359, 64, False)
+        >>> count_for("auto", 359, 128, False)
         (359, None)
-        >>> count_for("auto", 100, 64, False)[1]
-        '100 items are too few for the covariance of 64 features: at least 128 are needed'
+        >>> count_for("auto", 100, 128, False)[1]
+        '100 items are too few to compare: at least 128 are needed'
     """
     n = min(1000, items) if samples == "auto" else int(samples)
     if n > items:
         raise InputError(f"samples={n} is more than the {items} held-out items they are compared with: equally many of "
                          "both are needed")
     try:
-        if not force:
-            check_count(n, dims)
+        check_count(n, _FEWEST if force else fewest)
     except InputError as error:
         if samples != "auto" or insist:
-            raise InputError(f"{error} (force=true compares them all the same)") from error
+            more = "" if n < _FEWEST else " (force=true compares them all the same)"
+            raise InputError(f"{error}{more}") from error
         return n, str(error)
     return n, None
 
@@ -289,16 +290,16 @@ class FidelityStage:
             return _SHOWN, "no network of features is for text: compare models of text by their likelihood"
         if request.split == "train":
             return _SHOWN, "they are compared with held-out items: split=test or split=val"
-        dims, items = dims_of(opened.spec, request.features), opened.items
+        fewest, items = fewest_items(opened.spec, request.features), opened.items
         if request.samples == "auto":
-            items = self._matched(items)
-        return count_for(request.samples, items, dims, request.force, request.features != "auto")
+            items = self._matched(items, fewest)
+        return count_for(request.samples, items, fewest, request.force, request.features != "auto")
 
-    def _matched(self, items: int) -> int:
-        """Half of the held-out items, so that the scale compares equally many, unless that drops a third of `items`."""
+    def _matched(self, items: int, fewest: int) -> int:
+        """Half of the held-out items, so that the scale compares equally many, unless too few, or below 2/3."""
         names = {"val", "test", self.state.request.split}
         half = sum(len(self.state.opened.datamodule.split(name)) for name in names) // 2
-        return half if 2 * items <= 3 * half < 3 * items else items
+        return half if half >= fewest and 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
         """Samples compared with held-out items in the features of one network; copies of training items; classes.
@@ -414,11 +415,11 @@ class FidelityStage:
         """Fidelity and cost at several numbers of steps, and at several temperatures."""
         opened, request = self.state.opened, self.state.request
         for key in request.sweeps:
-            dims = dims_of(opened.spec, request.features)
+            fewest = fewest_items(opened.spec, request.features)
             if opened.spec.encoding is not None or request.split == "train":
                 self.state.report.warnings.append(f"no sweep over {key}: {self._count()[1]}")
                 continue
-            n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items)), dims, request.force)
+            n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items, fewest)), fewest, request.force)
             if reason is not None:
                 self.state.report.warnings.append(f"no sweep over {key}: {reason}")
                 continue

@@ -192,7 +192,7 @@ def measured(value: float | None, error: float | None) -> str:
         >>> measured(17.7981, 2.449), measured(0.00251, 0.00083), measured(70.3, 12.4), measured(1.0, 0.0)
         ('17.8(24)', '0.00251(83)', '70(12)', '1.000(0)')
     """
-    digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
+    digits = max(0, 1 - math.floor(math.log10(error))) if error and math.isfinite(error) else 3
     return "" if value is None else with_error(value, error, digits)
 
 

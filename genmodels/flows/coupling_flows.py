@@ -26,7 +26,7 @@ from genmodels.flows.squeeze import Squeeze2d, require_division
 from genmodels.nn.attention_block import AttentionKind, Site, is_for_maps
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import GatedConvNet, ResidualConvNet
-from genmodels.nn.dit import TokenTransformer
+from genmodels.nn.dit import Places, TokenTransformer
 from genmodels.nn.perceptron import MLP
 
 NETS = {"residual": ResidualConvNet, "gated": GatedConvNet}
@@ -227,7 +227,8 @@ class TokenNet(nn.Module):
     Arguments:
         in_channels, out_channels: channels before and after.
         width, depth, heads, expansion, attention: see `TokenTransformer`.
-        space: height and width of the maps as far as they are known.
+        space: height and width of the maps, None where they vary.
+        places: add a learned vector to each token of maps of known size (`Places`).
         cond: labels, or None: a vector of the class is added to every token.
 
     Shapes: `x (B, in, H, W)` to `(B, out, H, W)`, zero at the start; `cond (B,)` labels.
@@ -249,6 +250,7 @@ class TokenNet(nn.Module):
         expansion: int = 4,
         attention: AttentionKind = "rope2d",
         space: tuple[int, int] | None = None,
+        places: bool = True,
         cond: Condition | None = None,
     ):
         super().__init__()
@@ -259,6 +261,7 @@ class TokenNet(nn.Module):
         self.transformer = TokenTransformer(in_channels, out_channels, Site(2, space), width=width, depth=depth,
                                             heads=heads, expansion=expansion, attention=attention)
         self.by_row = is_for_maps(self.transformer.blocks[0].attention)
+        self.places = Places(width, space) if places and space is not None else None
         self.num_classes = cond.size if self.uses_cond else None
         self.classes = nn.Embedding(cond.size, width) if self.uses_cond else None
 
@@ -275,10 +278,15 @@ class TokenNet(nn.Module):
         if mask is not None:
             raise ValueError("the networks of Jet are for images, which have no mask")
         space = tuple(x.shape[2:])
-        tokens = (x if self.by_row else x.mT).flatten(2).mT
-        added = None if cond is None else self.classes(cond)[:, None]
+        added = None if self.places is None else self._tokens(self.places(space))
+        if cond is not None:
+            added = self.classes(cond)[:, None] + (0 if added is None else added)
+        tokens = self._tokens(x)
         y = self.transformer(tokens, space=space, added=added).mT
         return y.unflatten(2, space) if self.by_row else y.unflatten(2, space[::-1]).mT
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        return (x if self.by_row else x.mT).flatten(2).mT
 
 
 def jet(
@@ -293,6 +301,7 @@ def jet(
     heads: int = 4,
     expansion: int = 4,
     attention: AttentionKind = "rope2d",
+    places: bool = True,
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
     generator: torch.Generator | None = None,
@@ -307,6 +316,7 @@ def jet(
             patches along that side is even; 0 for none.
         levels: number of scales; after each but the last, half of the channels is factored out.
         width, depth, heads, expansion, attention: see `TokenTransformer`.
+        places: add a learned vector to each token, so that the networks know where it is.
         cond: labels, or None.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
         generator: source of the permutations.
@@ -354,7 +364,7 @@ def jet(
                 split, seen = ChannelSplit(channels), tuple(space)
                 layers.append(Permute.random(channels, generator=generator))
             net = partial(TokenNet, width=width, depth=depth, heads=heads, expansion=expansion, attention=attention,
-                          space=seen, cond=cond)  # fmt: skip
+                          space=seen, places=places, cond=cond)  # fmt: skip
             layers.append(couple(split, ShiftScale(), net))
         stages.append(Compose(layers, shape, memory=memory))
         if level + 1 < levels:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Latents
-from genmodels.core.errors import one_of
+from genmodels.core.errors import one_of, only_for
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, per_example, shown
 from genmodels.flows.composition import Compose
@@ -320,6 +320,8 @@ def glow(
     require_condition(cond)
     one_of("coupling", coupling, ("affine", "additive", "mixture", "spline"))
     one_of("scale", scale, ("tanh", "sigmoid"))
+    if coupling != "affine":
+        only_for("coupling=affine", scale=(scale, "tanh"))
     dims = len(event_shape) - 1
     if dims not in _SQUEEZE:
         raise ValueError(f"glow takes images (C, H, W) or sequences (C, T), not events of shape {tuple(event_shape)}")

@@ -146,6 +146,7 @@ class GenerativeModel(OfLightning, nn.Module):
         """
         self.require_options(options)
         asked = SamplingOptions(n=n, cond=cond, temperature=temperature, seed=seed, **options)
+        asked.require_levels(self.spec.levels)
         return self.draw(asked.with_default(temperature=self.default_temperature if asked.known is None else 1.0))
 
     def draw(self, options: SamplingOptions) -> Samples:

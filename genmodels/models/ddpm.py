@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, an
+from genmodels.core.errors import InputError, an, one_of
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import outside_inference
 from genmodels.diffusion import (
@@ -91,13 +91,15 @@ class DDPM(DiffusionModel):
         **shared,
     ):
         super().__init__(spec, **shared)
+        one_of("parameterisation", parameterisation, PARAMETERISATIONS)
+        one_of("decoder", decoder, ("gaussian", "level_softmax"))
         if decoder == "level_softmax":
             if spec.levels is None:
                 raise InputError(f"decoder=level_softmax is for integers, and {spec.name} is continuous: use gaussian")
             self.decoder = LevelSoftmax(spec.levels)
         variance = variance or default_variance(objective, spec.levels)
         if log_snr_ends is None:
-            log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr)
+            log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr, levels=spec.levels)
         self.decide(variance=variance, log_snr_ends=log_snr_ends)
         learned = variance == "learned"
         core = Denoiser(
@@ -175,7 +177,7 @@ class EnergyDDPM(DiffusionModel):
                              "already: smaller batches (data.batch_size) take less memory")
         variance = variance or default_variance("simple", spec.levels)
         if log_snr_ends is None:
-            log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr)
+            log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr, levels=spec.levels)
         self.decide(variance=variance, log_snr_ends=log_snr_ends)
         core = Denoiser(Potential(network), make_schedule(schedule, self.num_steps, ends=log_snr_ends), V())
         elbo = Elbo(self.decoder, self.num_steps, variance)

@@ -102,6 +102,8 @@ class DiffusionModel(GenerativeModel):
         self.condition_on_class(class_conditional, cond_drop)
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
+        if noise not in (0, 0.05) and spec.mel is None:
+            raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
         self.noise = noise if spec.mel is not None else 0.0
         self.num_steps = num_steps
         self.decoder: Decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
@@ -354,8 +356,6 @@ class DiffusionModel(GenerativeModel):
             raise InputError("guidance needs a model with classes: leave it out")
         if guidance != 1 and not self.has_null_class:
             raise InputError("guidance needs a model trained with model.cond_drop above 0, not with cond_drop=0")
-        if guidance == 0 and cond is not None:
-            raise InputError("guidance=0 draws without a class: leave cond out")
         from_item = options.known is not None or options.edit is not None
         if guidance == 0 or (cond is None and from_item and guidance == 1 and self.has_null_class):
             return None

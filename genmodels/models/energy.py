@@ -106,6 +106,9 @@ class EnergyModel(ScoreMatched):
     ):
         super().__init__(spec, Encoding(spec, alpha=alpha, whitening=whitening, gaps=gaps), noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
+        one_of("network", network, ("auto", *NETWORKS))
+        one_of("loss", loss, ("contrastive", *LOSSES))
+        one_of("whitening", whitening, ("scale", "pca"))
         usual = "mlp" if len(spec.event_shape) == 1 else "conv"
         network = usual if network == "auto" else network
         self.decide(network=network)

@@ -15,7 +15,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.data.base import spread_rows
+from genmodels.data.base import DataModule, spread_rows
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
@@ -182,6 +182,13 @@ class FlowModel(GenerativeModel):
         """(B,) valid dimensions of masked sequences."""
         return batch.mask.flatten(1).sum(1) * self.spec.event_shape[0]
 
+    def check_items(self, data: DataModule) -> None:
+        """Raise InputError for mels of other lengths than whole groups of the frames that the flow takes together."""
+        group, multiple = frames_together(self.core.flow.bijection), getattr(data, "multiple", None)
+        if multiple is not None and multiple % group:
+            raise InputError(f"data.multiple={multiple}: this flow takes {group} frames together, give data.multiple="
+                             f"{group}")
+
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
@@ -300,7 +307,7 @@ class FlowModel(GenerativeModel):
         noise = KeyedGenerator(options.seed, index, "sample")
         mask = frames_of(options.lengths, index, self.spec)
         group = frames_together(self.core.flow.bijection)
-        for length in options.lengths or ():
+        for length in () if mask is None else mask.flatten(1).sum(1).tolist():
             if length % group:
                 raise InputError(f"lengths must be multiples of {group} frames, which this flow takes together, got "
                                  f"{length}")

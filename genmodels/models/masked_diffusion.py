@@ -151,7 +151,8 @@ class MaskedDiffusionModel(GenerativeModel):
         index, levels = self.numbered(options.n, options.start), self.spec.levels
         labels, predict = self._conditioned(options, index)
         kind = torch.uint8 if levels <= 256 else torch.int64
-        x, kept = self._begun(options)
+        x, kept = _begun(options, self.spec, mask=levels)
+        x = x.to(self.device)
         seen = Trajectory(options.path, options.steps, options.progress)
         x = unmask(
             predict, x, levels, KeyedGenerator(options.seed, index, "sample"), steps=options.steps, cond=labels,
@@ -162,24 +163,11 @@ class MaskedDiffusionModel(GenerativeModel):
         made |= {"guidance": options.guidance} if options.guidance != 1 else {}
         return Samples(x.to(kind), labels, index, made, seen.kept)
 
-    def _begun(self, options: SamplingOptions) -> tuple[Tensor, dict]:
-        """The tokens at the start of sampling, all masked but the known ones."""
-        x = torch.full((options.n, *self.spec.event_shape), self.spec.levels, device=self.device)
-        known, keep = options.known, options.keep
-        if known is None:
-            return x, {}
-        if known.shape != self.spec.event_shape:
-            raise InputError(f"events are {tuple(self.spec.event_shape)} here, got {tuple(known.shape)}")
-        keep = keep.to(self.device).expand(self.spec.event_shape)
-        return torch.where(keep, known.to(self.device).long(), x), {"kept": int(keep.sum())}
-
     def _conditioned(self, options: SamplingOptions, index: Tensor) -> tuple[Tensor | None, Predictor]:
         """The labels of the samples, None for no class, and the network under guidance."""
         core, scale = self.weights(options.weights), options.guidance
         if scale != 1 and not self.has_null_class:
             raise InputError("guidance needs a model with classes that was trained with model.cond_drop above 0")
-        if scale == 0 and options.cond is not None:
-            raise InputError("guidance=0 draws without a class: leave cond out")
         if self.has_null_class and options.cond is None and (scale == 0 or (scale == 1 and options.known is not None)):
             return None, core
         if scale == 1:
@@ -264,14 +252,13 @@ class LanguageModel(GenerativeModel):
         """
         core, index, length = self.weights(options.weights), self.numbered(options.n, options.start), self.spec.dims
         labels = self.labels(options.cond, index)  # None: texts have no classes
-        kept = 0 if options.keep is None else int(options.keep.sum())
-        if kept and not bool(options.keep.flatten()[:kept].all()):
+        begun, kept = _begun(options, self.spec, mask=-1)
+        begun, kept = begun.flatten(1), kept.get("kept", 0)
+        if bool((begun[:, :kept] < 0).any()):
             raise InputError("a language model continues a beginning: inpaint='Once upon' mask=_; gaps are filled by "
                              "model=masked_diffusion")
         values = uniform((options.n, length), KeyedGenerator(options.seed, index, "sample"), device=self.device)
-        found = torch.zeros(options.n, length, dtype=torch.int64, device=self.device)
-        if kept:
-            found[:, :kept] = options.known.flatten()[:kept].to(found)
+        found = begun.to(self.device)
         log_p, state = core.extend(found[:, :kept])
         for place in range(kept, length):
             found[:, place] = draw_tokens(log_p[:, -1], values[:, place], options.temperature)
@@ -290,3 +277,18 @@ class LanguageModel(GenerativeModel):
             return log_p[0].cpu(), state
 
         return step
+
+
+def _begun(options: SamplingOptions, spec: DataSpec, mask: int) -> tuple[Tensor, dict]:
+    """The tokens at the start of sampling, (n, *event) with `mask` for all but the known ones, and their number.
+
+    Raises:
+        InputError: for a known event of another shape.
+    """
+    x, known = torch.full((options.n, *spec.event_shape), mask), options.known
+    if known is None:
+        return x, {}
+    if known.shape != spec.event_shape:
+        raise InputError(f"events are {tuple(spec.event_shape)} here, got {tuple(known.shape)}")
+    keep = options.keep.cpu().expand(spec.event_shape)
+    return torch.where(keep, known.cpu().long(), x), {"kept": int(keep.sum())}

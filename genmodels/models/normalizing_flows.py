@@ -256,6 +256,7 @@ class Jet(FlowModel):
         heads: heads of each attention.
         expansion: hidden width of the perceptrons over the width of the tokens.
         attention: kind of attention, an entry of `ATTENTION`.
+        places: add a learned vector to each token.
         **shared: what all flows take, see `FlowModel`.
 
     Example:
@@ -278,13 +279,14 @@ class Jet(FlowModel):
         heads: int = 4,
         expansion: int = 4,
         attention: AttentionKind = "rope2d",
+        places: bool = True,
         **shared,
     ):
         super().__init__(spec, **shared)
         self.assemble(jet(
             spec.event_shape, patch=patch, couplings=couplings, spatial=spatial, levels=levels, width=width,
-            depth=depth, heads=heads, expansion=expansion, attention=attention, cond=self.condition,
-            memory=self.memory,
+            depth=depth, heads=heads, expansion=expansion, attention=attention, places=places,
+            cond=self.condition, memory=self.memory,
         ))  # fmt: skip
 
 

@@ -212,6 +212,42 @@ class TokenTransformer(nn.Module):
         return self.leave(self.norm(h))
 
 
+class Places(nn.Module):
+    """A learned vector for each token of a map, zero at the start; rows and columns beyond it have those of the last.
+
+    Relative positions alone give every token of a constant map, such as one of masks or of noise without signal, the
+    same output: what is usual at one place, a black border, could not be learned.
+
+    Arguments:
+        width: width of the tokens.
+        grid: height and width of the map.
+
+    Shapes: to `(1, width, H, W)` for a map `(H, W)`.
+
+    Example:
+        >>> places = Places(2, (1, 2))
+        >>> with torch.no_grad(): _ = places.table[0].copy_(torch.tensor([[0.0, 1.0]]))
+        >>> places((1, 4))[0, 0].detach()
+        tensor([[0., 1., 1., 1.]])
+    """
+
+    def __init__(self, width: int, grid: tuple[int, int]):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(width, *grid))
+
+    def forward(self, grid: tuple[int, int]) -> Tensor:
+        if grid == tuple(self.table.shape[1:]):
+            return self.table[None]
+        rows, columns = (torch.arange(n, device=self.table.device).clamp(max=known - 1)
+                         for n, known in zip(grid, self.table.shape[1:], strict=True))
+        return self.table[None, :, rows[:, None], columns]
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        """Checkpoints of former versions have none, which is the same as zeros."""
+        state_dict.setdefault(f"{prefix}table", torch.zeros_like(self.table))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
 class Size(NamedTuple):
     """A published size."""
 
@@ -230,8 +266,9 @@ class DiT(nn.Module):
 
         y = unpatchify(transformer(patchify(x), c)),    c = W_2 silu(W_1 sinusoids(log SNR)) + class
 
-    Positions enter only through the attention, by default rotary embeddings: `rope2d` on maps, `rope` along sequences.
-    The output is zero at the start, and each block the identity. Events are padded to whole patches.
+    Relative positions enter through the attention, by default rotary embeddings: `rope2d` on maps, `rope` along
+    sequences; absolute ones of maps as vectors that are added to the tokens. The output is zero at the start, and each
+    block the identity. Events are padded to whole patches.
 
     Arguments:
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
@@ -245,6 +282,7 @@ class DiT(nn.Module):
         heads: heads of each attention.
         patch: positions along every side of a patch.
         attention: kind of attention, an entry of `ATTENTION`; None for rope2d or rope.
+        places: add a learned vector to each token of a map (`Places`); sequences, whose lengths vary, have none.
         expansion: hidden width of the perceptrons over the width of the tokens.
         dropout: probability of dropping a value of a branch.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
@@ -274,6 +312,7 @@ class DiT(nn.Module):
         heads: int | None = None,
         patch: int = 2,
         attention: AttentionKind | None = None,
+        places: bool = True,
         expansion: int = 4,
         dropout: float = 0.0,
         checkpointing: bool = False,
@@ -296,6 +335,7 @@ class DiT(nn.Module):
             width, width=width, depth=depth, heads=heads, attention=attention or ("rope2d" if dims == 2 else "rope"),
             expansion=expansion, dropout=dropout, checkpointing=checkpointing,
         )  # fmt: skip
+        self.places = Places(width, grid) if places and grid is not None else None
         # A mechanism for sequences takes a map column by column, so that padded frames are at the end.
         self.by_row = dims == 1 or is_for_maps(self.transformer.blocks[0].attention)
 
@@ -306,7 +346,8 @@ class DiT(nn.Module):
         patches = patchify(hide(x, mask), self.patch)
         grid = tuple(patches.shape[2:])
         tokens = self._turned(patches).flatten(2).transpose(1, 2)
-        y = self.transformer(tokens, self.embedding(log_snr, cond), self._valid(mask, grid), grid)
+        added = None if self.places is None else self._turned(self.places(grid)).flatten(2).transpose(1, 2)
+        y = self.transformer(tokens, self.embedding(log_snr, cond), self._valid(mask, grid), grid, added)
         y = self._turned(y.transpose(1, 2).unflatten(2, grid if self.by_row else grid[::-1]))
         return hide(unpatchify(y, self.patch, tuple(x.shape[2:])), mask).to(x.dtype)
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from genmodels.core.processes import Ranks
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation, check_options
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.report import plain
+from genmodels.evaluation.report import Report, Skipped, plain
 from genmodels.evaluation.table import MEASURES, UNITS, Table, condition_of, labelled, make_table, same_items, side
 from genmodels.models.build import construct
 from genmodels.report import likelihoods, quality
@@ -227,8 +227,11 @@ def compare(
             _write(evaluation, target)
             raise
         except (RunError, InputError) as error:
-            first = first or error
             failures[path] = str(error)
+            if evaluation.report.seconds:
+                _write(evaluation, target)
+                failures[path] += f" (what was done before is in {target})"
+            first = first or (InputError if isinstance(error, InputError) else RunError)(failures[path])
             continue
         lines += _write(evaluation, target)
         done.append((evaluation, target))
@@ -239,8 +242,8 @@ def compare(
         options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
         log_evaluation(evaluation.opened.path.parent, options, plain(evaluation.report))
     table = make_table(
-        [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=request.rank,
-        command=command, failures=list(failures.items()),
+        in_one_network([evaluation.report for evaluation, _ in done]), [evaluation.arrays for evaluation, _ in done],
+        rank=request.rank, command=command, failures=list(failures.items()),
     )
     lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
@@ -287,6 +290,15 @@ def write_report(report: Any, target: Path) -> None:
     """Write a report or a table whole as JSON; numbers that are not finite become null."""
     text = json.dumps(plain(report), indent=1, allow_nan=False)
     write_text(target, text + "\n")
+
+
+def in_one_network(reports: list[Report]) -> list[Report]:
+    """Reports for one table, without measures of samples in the features of another network than the first one's."""
+    networks = [getattr(report.fidelity, "network", {}).get("sha256") for report in reports]
+    first = next(filter(None, networks), None)
+    apart = Skipped("not in the features of the first model, which has other training items; its own report has them")
+    return [replace(report, fidelity=apart) if sha256 not in (None, first) else report
+            for report, sha256 in zip(reports, networks, strict=True)]
 
 
 def _write(evaluation: Evaluation, target: Path) -> list[str]:

@@ -233,6 +233,12 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "only train has labels" in line("i.npz")
 
 
+def test_splits_by_their_plain_names_have_their_labels(tmp_path):
+    np.savez(tmp_path / "a.npz", train=NHWC, test=NHWC, y_train=np.arange(50) % 3, y_test=np.arange(50) % 3)
+    data = Arrays(file=str(tmp_path / "a.npz")).prepare()
+    assert data.spec.num_classes == 3 and data.items("test").cond.tolist() == [k % 3 for k in range(50)]
+
+
 @pytest.mark.parametrize("options", [{"levels": 1}, {"test_fraction": -0.1}, {"val_fraction": 1.0}, {"layout": "hwc"}])
 def test_bad_options(options):
     with pytest.raises(InputError, match=f"data.{next(iter(options))}"):

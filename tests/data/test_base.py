@@ -185,6 +185,11 @@ def test_loader_serves_chosen_items(make):
         module.loader("val", 2, [10_000])
     with pytest.raises(InputError, match="batch_size must be at least 1"):
         module.loader("val", 0)
+    for wrong in ([True, False], [0.5], torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(InputError, match="indices are numbers of items"):
+            module.items("val", wrong)
+    with pytest.raises(InputError, match="no item of the val split is asked for"):
+        module.items("val", [])
     with pytest.raises(InputError, match="no split 'validation': the splits are train, val, test"):
         module.split("validation")
 

@@ -171,9 +171,11 @@ def test_damaged_items_are_left_out_if_asked(folder, monkeypatch):
     (np.zeros(3), {}, r"has shape \(3,\), where the others have \(2,\)"),
     (np.array([0, np.inf]), {}, "holds a value that is not finite"),
     (np.array([0, 7]), {"levels": 7}, "holds 7, but there are 7 levels"),
+    (np.array([0, -1]), {"levels": 7}, "holds -1, but there are 7 levels"),
+    (np.array([0, 5.7]), {"levels": 7}, "holds values of type float64, where the others are integers"),
 ])  # fmt: skip
 def test_arrays_that_differ_from_the_first(bad, options, said, tmp_path):
-    good = np.zeros(2, bad.dtype)
+    good = np.zeros(2, bad.dtype if not options else np.int64)
     write(tmp_path / "set", "0.tar", [{"npy": array(good)}] * 12 + [{"npy": array(bad)}])
     data = Shards(root=str(tmp_path / "set"), **options).prepare()
     with pytest.raises(RunError, match=f"00012.npy: {said}"):

@@ -310,6 +310,8 @@ def test_classes_have_batches_of_the_longest(tmp_path):
     train = data.split("train")
     for _, positions in data.training_batches(train):
         assert train.__getitems__(positions).x[:, 0].numel() <= 400
+    exact = Speech(layout="folder", root=str(tmp_path), max_frames=train.length, val_fraction=0.2, test_fraction=0.2)
+    assert {len(positions) for _, positions in exact.training_batches(exact.prepare().split("train"))} == {1}
 
 
 @pytest.mark.parametrize("given, said", [

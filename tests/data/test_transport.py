@@ -62,6 +62,11 @@ def test_items_of_one_class_and_classes_that_are_chosen():
     assert data.sources("test").x.flatten().tolist() == list(range(101, 130, 3))
 
 
+def test_points_are_drawn_and_pictures_are_not():
+    assert Transport(source="moons", target="8gaussians").draws_items
+    assert not Transport(source="moons", target="digits").draws_items
+
+
 def test_what_does_not_fit():
     with pytest.raises(InputError, match=r"items of \(2,\), and data.target=digits of \(1, 8, 8\)"):
         Transport(source="moons", target="digits").prepare()

@@ -135,6 +135,12 @@ def test_a_file_that_was_cut_is_named_as_a_fault_of_the_data(idx_root, refuses):
     assert "place MNIST/raw/" in refuses(InputError, "mnist", MNIST(root=str(idx_root), download=False).prepare)
 
 
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08\x00 compressed", b"\x00\x00\x08\x01"])
+def test_a_file_of_something_else_is_named(content, idx_root, refuses):
+    (idx_root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").write_bytes(content)
+    assert "place MNIST/raw/" in refuses(InputError, "mnist", MNIST(root=str(idx_root), download=False).prepare)
+
+
 def test_the_real_mnist(shared_data):
     module = MNIST(root=str(shared_data), download=False).prepare()
     assert [len(module.split(split)) for split in ("train", "val", "test")] == [55000, 5000, 10000]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from genmodels.core.random import KeyedGenerator
+from genmodels.diffusion import masked
 from genmodels.diffusion.masked import MASKINGS, bound_terms, draw_tokens, masked_bound, masked_nll, unmask
 
 V, L = 3, 3
@@ -152,3 +153,33 @@ def test_drawn_tokens_follow_the_temperature():
     assert abs(int(draw_tokens(log_p, u).sum()) - 800) <= 1
     assert abs(int(draw_tokens(log_p, u, 0.5).sum()) - 941) <= 1  # 0.64 / 0.68
     assert draw_tokens(log_p, u, 0.0).all()
+
+
+def rounded(tokens, cond=None):
+    """Equal probabilities but for rounding that depends on the batch, as of a network without positions."""
+    noise = torch.rand(*tokens.shape, 2, generator=torch.Generator().manual_seed(len(tokens)), dtype=torch.float64)
+    return torch.tensor([0.5, 0.5], dtype=torch.float64).log() + 1e-7 * noise
+
+
+def differing(monkeypatch, equal: float) -> int:
+    """Samples of a batch that differ from the same ones by themselves."""
+    monkeypatch.setattr(masked, "_EQUAL", equal)
+
+    def drawn(index):
+        blank = torch.full((len(index), 6), 2)
+        return unmask(rounded, blank, 2, KeyedGenerator(0, index), steps=6, confident=True, temperature=0.7,
+                      callback=lambda step, x: seen[step].append(x.clone()))
+
+    seen: list[list] = [[] for _ in range(6)]
+    drawn(torch.arange(8))
+    together = [step[0] for step in seen]
+    seen = [[] for _ in range(6)]
+    for number in range(8):
+        drawn(torch.tensor([number]))
+    alone = [torch.cat(step) for step in seen]
+    return sum(int((a != b).any(1).sum()) for a, b in zip(together, alone, strict=True))
+
+
+def test_the_order_of_equal_confidences_is_drawn_and_does_not_depend_on_the_batch(monkeypatch):
+    assert differing(monkeypatch, masked._EQUAL) == 0
+    assert differing(monkeypatch, 1e-12) > 0  # the mutant sorts by rounding

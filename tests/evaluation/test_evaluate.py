@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import torch
 
 from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.arrays import Arrays
@@ -33,16 +34,19 @@ from genmodels.evaluation.checkpoint import (
     Request,
     _require_same_division,
     _require_same_items,
+    fits,
 )
 from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.sample_quality import sample_parts
+from genmodels.evaluation.sample_quality import FidelityStage, sample_parts
 from genmodels.models.build import build
 from genmodels.models.ddpm import DDPM
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.mels import NOISE, even_lengths, with_noise
 from genmodels.models.normalizing_flows import RealNVP, TarFlow
 from genmodels.models.score import ScoreModel
+from genmodels.report.compare import compare
+from genmodels.speech.audio import write_wav
 from genmodels.verification.check import run_check
 from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
@@ -220,15 +224,93 @@ def test_items_that_a_model_was_trained_on_are_not_held_out(gaussians, tmp_path)
 def test_a_table_that_changed_since_training_is_refused(tmp_path, rows, order, asked, said):
     file, x = tmp_path / "t.csv", np.random.default_rng(0).normal(size=(61, 3))
 
-    def spec(rows, order):
+    def data(rows, order):
         chosen = x[:rows] if rows > 0 else x[:-rows][::-1]  # of the same items in another order other ones are held out
         np.savetxt(file, chosen, delimiter=",", header=",".join(order), comments="")
-        return Arrays(file=str(file)).prepare().spec
+        return Arrays(file=str(file)).prepare()
 
-    trained, found = spec(60, "abc"), spec(rows, order)
+    trained, found = SimpleNamespace(spec=data(60, "abc").spec, num_classes=None), data(rows, order)
     expected = contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said)
     with expected:
-        _require_same_items(trained, found, asked, conditional=False)
+        _require_same_items(trained, found, asked)
+
+
+def clips(folder: Path, lengths: list[int]) -> Path:
+    """A manifest of clips of so many samples, by two speakers."""
+    lines = []
+    for number, length in enumerate(lengths):
+        write_wav(folder / f"{number}.wav", 0.1 * torch.randn(length, generator=torch.Generator().manual_seed(number)),
+                  16_000)
+        lines.append(f"{number}.wav|Say {chr(97 + number % 26)}.|{'anna' if number % 2 else 'ben'}")
+    (folder / "list.txt").write_text("\n".join(lines))
+    return folder / "list.txt"
+
+
+def test_options_that_leave_items_out_divide_the_rest_anew_and_are_refused(tmp_path):
+    root = clips(tmp_path, [8000 + 1000 * number for number in range(30)])
+    trained = Speech(root=str(root), layout="manifest").prepare()
+    model = SimpleNamespace(spec=trained.spec, num_classes=None)
+    _require_same_items(model, Speech(root=str(root), layout="manifest", batch_size=3).prepare(), {"batch_size": 3})
+    with pytest.warns(UserWarning, match="left out"):
+        fewer = Speech(root=str(root), layout="manifest", max_seconds=1.5, skip_bad=True).prepare()
+    items = [{item.name for item in data.split("train").items} for data in (trained, fewer)]
+    assert {item.name for name in ("val", "test") for item in fewer.split(name).items} & items[0]  # which is why
+    with pytest.raises(InputError, match="has changed since training .*data.max_seconds=1.5"):
+        _require_same_items(model, fewer, {"max_seconds": 1.5, "skip_bad": True})
+    former = replace(trained.spec, fingerprint=trained.spec.fingerprint.partition(", clips")[0])  # of former versions
+    _require_same_items(SimpleNamespace(spec=former, num_classes=None), trained, {})
+
+
+@pytest.mark.parametrize("change, said", [
+    ({}, None), ({"symbols": "ipa"}, "in other symbols"), ({"blanks": False}, "other symbols"),
+    ({"speakers": ["ben", "anna"]}, "speakers is"),
+])  # fmt: skip
+def test_texts_in_other_symbols_and_of_other_speakers_do_not_fit(tmp_path, change, said):
+    root = clips(tmp_path, [8000] * 12)
+    trained = Speech(root=str(root), layout="manifest", blanks=True).prepare().spec
+    found = replace(trained)
+    if "symbols" in change:
+        found = replace(trained, text=trained.text | {"symbols": ["a"]})
+    elif "blanks" in change:
+        found = Speech(root=str(root), layout="manifest", blanks=False).prepare().spec
+    elif "speakers" in change:
+        found = replace(trained, speakers=("ben", "anna", "zoe"))
+    with contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said):
+        fits(SimpleNamespace(spec=trained, num_classes=None), found)
+
+
+def test_a_likelihood_is_kept_when_the_samples_fail(gaussians, tmp_path, monkeypatch):
+    def fail(self):
+        raise RunError("sample 3 is not finite")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FidelityStage, "run", fail)
+        with pytest.raises(RunError, match="sample 3 is not finite .*what was done before is in .*r.json"):
+            asked = Request(stages=["likelihood", "fidelity"], out=str(tmp_path / "r.json"), trust=["tests"], limit=20)
+            compare([gaussians / "flow/best.ckpt"], asked, Ranks(), several=False, failures={})
+    assert report(tmp_path / "r.json")["likelihood"][0]["kind"] == "exact"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["features=classifier"], "features=classifier needs labels"),
+    (["features=random-conv"], "features=random-conv is for"),
+    (["samples=3", "force=true"], "3 items are too few to compare: at least 4"),
+])  # fmt: skip
+def test_samples_that_cannot_be_compared_are_refused_before_anything_is_computed(gaussians, tmp_path, words, said):
+    _, err = evaluate(f"ckpt={gaussians}/flow", *words, "stages=[likelihood,fidelity]", f"out={tmp_path}/r.json",
+                      cwd=tmp_path, code=2)
+    assert said in err and not (tmp_path / "r.json").exists()
+
+
+def test_the_cost_is_that_of_the_batch_that_is_named(gaussians, tmp_path):
+    evaluations = []
+    for size in (8, 64):
+        evaluate(f"ckpt={gaussians}/energy", "stages=[cost]", "limit=20", f"batch_size={size}",
+                 f"out={tmp_path}/{size}.json", cwd=tmp_path)
+        found = report(tmp_path / f"{size}.json")["sampling"]
+        assert found["batch_size"] == min(size, 16)
+        evaluations.append(found["evaluations"])
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=0.05)
 
 
 class Mirrored(Arrays):

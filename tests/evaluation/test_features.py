@@ -10,7 +10,7 @@ import torchvision.models
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
-from genmodels.evaluation.features import Items, dims_of, network_for, wilson
+from genmodels.evaluation.features import Items, chosen_network, fewest_items, network_for, wilson
 
 SHAPES = {"images": (1, 8, 8), "large images": (3, 20, 24), "sequences": (5, 12), "vectors": (3,)}
 
@@ -31,7 +31,8 @@ def test_features_do_not_depend_on_the_batch_or_on_what_ran_before(name):
     second = network_for(given)
     assert first.sha256 == second.sha256 and first.name == ("coordinates" if name == "vectors" else "random-conv")
     assert torch.allclose(first(given.test, rows=3), second(given.test), atol=1e-6)
-    assert first(given.test).shape == (10, dims_of(given.spec)) == (10, first.dims)
+    assert first(given.test).shape == (10, first.dims) and chosen_network(given.spec) == first.name
+    assert fewest_items(given.spec) == (2 * first.dims if first.moments else 4)
 
 
 def test_weights_that_cannot_be_had_are_named_in_one_line(monkeypatch, refuses):

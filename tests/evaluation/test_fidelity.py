@@ -172,9 +172,9 @@ def test_a_point_is_no_neighbour_of_its_own():
 
 
 def test_few_items_are_refused():
-    check_count(128, 64)
+    check_count(128, 128)
     with pytest.raises(InputError, match="at least 128"):
-        check_count(127, 64)
+        check_count(127, 128)
 
 
 def draws(n: int, seed: int) -> torch.Tensor:

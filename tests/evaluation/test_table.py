@@ -21,8 +21,8 @@ from genmodels.evaluation.report import (
     Report,
     Utterance,
 )
-from genmodels.evaluation.table import Table, make_table, paired, same_items
-from genmodels.report.compare import as_csv, as_markdown, as_text
+from genmodels.evaluation.table import Table, make_table, measured, paired, same_items
+from genmodels.report.compare import as_csv, as_markdown, as_text, in_one_network
 
 DIMS, LEVELS = 64, 17
 
@@ -214,3 +214,24 @@ def test_a_model_without_a_likelihood_has_no_number():
     table = make_table([report("a", line("unnormalised", nats(-90), reason="no constant"))], [{"nats_0": nats(-90)}])
     assert table.rows[0].cells[5] == "none" and "1: no likelihood: no constant" in table.notes
     assert table.ranking == []
+
+
+def test_distances_in_the_features_of_another_network_stand_in_no_column():
+    reports = [report(f"runs/{k}/best.ckpt", line("exact", nats(-60.0))) for k in range(4)]
+    memorisation = {"said": "no copies"}
+    for one, sha256 in zip(reports, ["a", "b", None, "a"], strict=True):
+        if sha256 is not None:
+            measures = {"n": 9} | {key + part: 0.5 for key in ("frechet", "kernel", "precision", "recall")
+                                   for part in ("", "_error")}
+            one.fidelity = Fidelity(**measures, network={"name": "classifier", "sha256": sha256},
+                                    memorisation=memorisation)
+    shown = in_one_network(reports)
+    assert [isinstance(one.fidelity, Fidelity) for one in shown] == [True, False, False, True]
+    assert shown[0] is reports[0] and isinstance(reports[1].fidelity, Fidelity)  # its own file has them
+    assert "samples were not compared: not in the features of the first model" in as_text(
+        make_table(shown, [{"nats_0": nats(-60.0)}] * 4))
+
+
+@pytest.mark.parametrize("error", [math.inf, math.nan])
+def test_a_value_of_unknown_error_is_printed(error):
+    assert measured(1.25, error).startswith("1.250")

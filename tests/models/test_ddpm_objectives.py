@@ -108,6 +108,24 @@ def test_the_ends_of_a_schedule_can_be_chosen(schedule):
     assert float(made.elbo.times(made.core.schedule)[0]) == 0  # less noise than that tells of no further level
 
 
+@pytest.mark.parametrize("levels", [2, 17, 256])
+def test_a_perfect_denoiser_of_integers_pays_little_in_the_last_step(levels):
+    """With the schedule's own end it would pay for the noise that is left there: the mutant."""
+
+    def paid(**ends) -> float:
+        """Bits for each scalar, from the cleanest level, of a decoder that is centred at the data."""
+        spec = DataSpec("digits", (1, 2, 2), levels=levels)
+        made = DDPM(spec, net={"channels": 8, "multipliers": [1], "blocks": 1}, schedule="linear_log_snr", **ends)
+        scale = math.exp(-made.elbo.first_log_snr(made.core.schedule) / 2)
+        k = torch.arange(levels)
+        x = 2.0 * k / (levels - 1) - 1
+        return -float(made.decoder.log_mass(k, x, torch.tensor(scale)).mean()) / math.log(2)
+
+    assert paid() < 0.07
+    if levels == 256:
+        assert paid(log_snr_ends=[10.0, -10.0]) > 1
+
+
 @pytest.mark.parametrize(
     "schedule", ["cosine", "linear_continuous", "grad_tts", "sigmoid", "linear_log_snr", "learned"]
 )
@@ -139,6 +157,12 @@ def test_the_steps_of_a_table_are_its_own():
         ({"log_snr_ends": [7.0]}, "two log-SNRs"),
         ({"log_snr_ends": [-7, 3]}, "must be greater"),
         ({"time_sampler": "often"}, "loss_aware"),
+        ({"schedule": "linear_logsnr"}, "schedule must be one of"),
+        ({"parameterisation": "epsilon"}, "parameterisation must be one of eps, x0, v, edm"),
+        ({"objective": "elbo"}, "objective must be one of simple"),
+        ({"variance": "fixed"}, "variance must be one of beta"),
+        ({"decoder": "softmax"}, "decoder must be one of gaussian"),
+        ({"noise": 0.5}, "noise=0.5 is for mels"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(options, said, refuses):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
+from genmodels.flows.coupling_flows import TokenNet
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.replay import DriftGauge
 from genmodels.models import flow
@@ -267,6 +270,7 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: Glow(TRACKS, whiten=4), "whiten=4 is the side of squares of an image"),
         (lambda: Glow(DIGITS, whiten=3), "whiten=3 does not divide the sides of images of 8 x 8; these do: 1, 2, 4, 8"),
         (lambda: Glow(DIGITS, whiten=-1), "whiten"),
+        (lambda: Glow(DIGITS, coupling="additive", scale="sigmoid"), "scale=sigmoid is for coupling=affine"),
     ):
         with pytest.raises(ValueError, match=message):
             build()
@@ -343,3 +347,34 @@ def test_the_monitor_of_several_processes_looks_at_the_items_of_one(monkeypatch)
         model.validation_step(whole.rows(torch.arange(rank, 60, 2)), 0)
         seen += model._probe.index.tolist()
     assert sorted(seen) == list(range(16))
+
+
+@pytest.mark.parametrize("multiple, refused", [(8, False), (16, False), (None, False), (4, True), (2, True)])
+def test_mels_come_in_whole_groups_of_frames(multiple, refused):
+    model = Glow(TRACKS, levels=3, steps=1, hidden=8)
+    data = SimpleNamespace() if multiple is None else SimpleNamespace(multiple=multiple)
+    expected = pytest.raises(InputError, match=f"data.multiple={multiple}: .* give data.multiple=8")
+    with expected if refused else contextlib.nullcontext():
+        model.check_items(data)
+
+
+def test_a_jet_of_a_former_version_is_the_same_with_places():
+    before, now = (Jet(DIGITS, couplings=2, spatial=2, width=8, depth=1, heads=2, places=on) for on in (False, True))
+    batch = batch_of(DIGITS)
+    before.initialize(batch)
+    scattered_model(before)
+    now.load_state_dict({key: value for key, value in before.state_dict().items() if "places" not in key})
+    assert any("places" in key for key in now.state_dict())
+    found = [model.eval().log_likelihood(batch, weights="raw").nats for model in (before, now)]
+    assert torch.equal(*found)
+
+
+def test_the_networks_of_a_jet_know_where_a_token_is():
+    """Of equal patches, which relative positions cannot tell apart."""
+    for places, told in ((True, True), (False, False)):
+        net = TokenNet(3, 6, width=8, depth=1, heads=2, space=(4, 5), places=places)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        y = net(torch.ones(1, 3, 4, 5))
+        assert bool((y - y[..., :1, :1]).abs().max() > 1e-2) is told

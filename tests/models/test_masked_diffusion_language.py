@@ -89,6 +89,15 @@ def test_a_beginning_is_continued_and_a_gap_refused():
         model.sample(1, known=known, keep=~keep)
 
 
+def test_what_is_known_may_be_broadcast_and_has_the_shape_of_the_data():
+    model, known = small(length=6), torch.tensor([[2, 0, 1, 0, 0, 0]])
+    assert (model.sample(2, known=known, keep=torch.tensor(True)).x == known).all()
+    with pytest.raises(InputError, match=r"events are \(1, 6\) here, got \(1, 9\)"):
+        model.sample(1, known=torch.zeros(1, 9, dtype=torch.long), keep=torch.tensor(True))
+    with pytest.raises(InputError, match="known holds values from 0 to 3, and the data are integers from 0 to 2"):
+        model.sample(1, known=torch.tensor([[3, 0, 1, 0, 0, 0]]), keep=torch.tensor(True))
+
+
 def test_a_class_of_texts_is_refused():
     with pytest.raises(ValueError, match="this model is unconditional: leave cond out"):
         small().sample(1, cond=[1])

@@ -282,6 +282,51 @@ def test_blocks_are_units_of_fully_sharded_training(tmp_path):
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def spread_over_places(**options) -> float:
+    """How unlike the outputs at different places of a constant map are."""
+    net = build((1, 8, 6), **options)
+    y = patchify(net(torch.ones(1, 1, 8, 6, dtype=DOUBLE), torch.zeros(1, dtype=DOUBLE)), 2)
+    return float((y - y[..., :1, :1]).detach().abs().max())
+
+
+@pytest.mark.parametrize("attention", ["rope2d", "plain", "rope"])  # the last takes the map column by column
+def test_places_are_told_apart_by_their_vectors_alone(attention):
+    assert spread_over_places(attention=attention) > 0.01
+    assert spread_over_places(attention=attention, places=False) < 1e-12
+
+
+@pytest.mark.parametrize("attention", ["rope2d", "rope"])
+def test_each_token_has_the_vector_of_its_place(attention):
+    """By the derivative of the output, of a network whose tokens do not see each other, at one place."""
+    net = build((1, 8, 6), attention=attention)
+    for block in net.transformer.blocks:
+        nn.init.zeros_(block.attention.project_out.weight)
+    x = torch.randn(1, 1, 8, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
+    y = net(x, torch.zeros(1, dtype=DOUBLE))
+    gradient = torch.autograd.grad(y[0, 0, 4:6, 2:4].sum(), net.places.table)[0].abs().sum(0)
+    assert gradient[2, 1] > 0 and gradient.count_nonzero() == 1
+
+
+def test_places_of_another_size_are_those_of_the_first_rows_and_columns_and_the_last_go_on():
+    places = build((1, 8, 8)).places
+    for height, width in ((4, 4), (2, 3), (6, 5)):
+        found = places((height, width))[0]
+        for row in range(height):
+            for column in range(width):
+                assert torch.equal(found[:, row, column], places.table[:, min(row, 3), min(column, 3)])
+
+
+def test_a_checkpoint_without_places_is_the_same_network():
+    before, now = build((1, 8, 8), places=False), build((1, 8, 8))
+    assert "places.table" in now.state_dict() and "places.table" not in before.state_dict()
+    now.load_state_dict(before.state_dict())
+    x, log_snr = torch.randn(2, 1, 8, 8, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
+    assert torch.equal(now(x, log_snr), before(x, log_snr))
+
+
 #: Millions of parameters, latents of 32x32x4, patches of 2, 1,000 classes, learned variances: Peebles and Xie, table 4.
 PUBLISHED = {"S": 33, "B": 130, "L": 458, "XL": 675}
 
