@@ -163,9 +163,10 @@ class SamplingOptions:
         """Raise InputError for a known or edited event that holds other values than the levels of integers."""
         for key in ("known", "edit") if levels is not None else ():
             x = getattr(self, key)
-            if x is not None and not bool(((x >= 0) & (x < levels)).all()):
-                raise InputError(f"{key} holds values from {x.min():g} to {x.max():g}, and the data are integers from "
-                                 f"0 to {levels - 1}")
+            low, high = (0, 0) if x is None else (float(x.min()), float(x.max()))
+            if not 0 <= low <= high < levels:
+                raise InputError(f"{key} holds values from {low:g} to {high:g}, and the data are integers from 0 to "
+                                 f"{levels - 1}")
 
     def with_default(self, **values: Any) -> SamplingOptions:
         """The same, with these values where there is None."""

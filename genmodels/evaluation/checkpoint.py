@@ -289,8 +289,8 @@ class Opened:
 
 def fits(model: GenerativeModel, found: DataSpec) -> None:
     """Raise an InputError with both values if data do not fit the DataSpec that a model was built for."""
-    texts = [None if spec.text is None else {key: spec.text.get(key) for key in ("symbols", "blanks", "form")}
-             for spec in (model.spec, found)]
+    kept = {"symbols", "blanks", "form"} & set(model.spec.text or {})
+    texts = [None if spec.text is None else {key: spec.text.get(key) for key in kept} for spec in (model.spec, found)]
     if texts[0] is not None and texts[0] != texts[1]:
         raise InputError("these data do not fit the checkpoint: their texts are in other symbols, or there are none: "
                          "give data.symbols, data.blanks and the like as in training")
