@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -191,6 +192,7 @@ def check_training(read: dict) -> str:
     try:
         options, _, _ = options_of(config)
         network, steps = prepared(config, options, datamodule)
+        logging.disable(logging.WARNING)  # what Lightning says of the devices
         with tempfile.TemporaryDirectory() as folder:
             options.build(steps, [], folder)
         if config.get("run_dir") and not config.get("resume"):
@@ -201,6 +203,8 @@ def check_training(read: dict) -> str:
         network.initialize(initial_batch(datamodule))
     except (InputError, RunError) as error:
         raise Failed(printable(str(error))) from error
+    finally:
+        logging.disable(logging.NOTSET)
     count = sum(p.numel() for p in network.core.parameters())
     return f"{network.family} with {count:,} parameters, {steps:,} steps of {datamodule.batch_size}"
 

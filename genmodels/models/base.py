@@ -368,9 +368,9 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def on_train_start(self) -> None:
         """Set the rate for the length of this run; that in a checkpoint is for the length which the run had then."""
-        scheduler = self.lr_schedulers()
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_lr(), strict=True):
-            group["lr"] = rate
+        rule = self.lr_schedulers()  # in a search for a learning rate another one, without `lr_lambdas`
+        for number, factor in enumerate(getattr(rule, "lr_lambdas", ())):
+            rule.optimizer.param_groups[number]["lr"] = rule.base_lrs[number] * factor(rule.last_epoch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of a validation batch under the averaged weights, keyed by item."""
