@@ -178,6 +178,7 @@ def test_a_longer_run_has_its_own_rate_from_the_first_step_on(tmp_path):
         rates = [float(row["train/learning_rate"]) for row in csv.DictReader(file)]
     shape = [0.5 * (1 + math.cos(math.pi * n / total)) for n, total in ((0, 2), (1, 2), (2, 4), (3, 4))]
     assert [each / rates[0] for each in rates] == pytest.approx(shape, rel=1e-6)
+    assert "Warning" not in (run / "log.txt").read_text()
 
 
 def test_the_average_counts_its_updates_from_zero(tmp_path, monkeypatch):
