@@ -159,7 +159,7 @@ class MaskedDiffusionModel(GenerativeModel):
             masking=self.masking, confident=options.sampler == "confidence", temperature=options.temperature,
             callback=lambda done, x: seen(done, lambda: x.masked_fill(x == levels, levels // 2).to(kind)))
         made = {"sampler": options.sampler, "steps": options.steps, "evaluations": options.steps, "seed": options.seed,
-                "weights": str(options.weights), "temperature": options.temperature} | kept
+                "weights": str(options.weights), "temperature": options.temperature} | ({"kept": kept} if kept else {})
         made |= {"guidance": options.guidance} if options.guidance != 1 else {}
         return Samples(x.to(kind), labels, index, made, seen.kept)
 
@@ -253,12 +253,11 @@ class LanguageModel(GenerativeModel):
         core, index, length = self.weights(options.weights), self.numbered(options.n, options.start), self.spec.dims
         labels = self.labels(options.cond, index)  # None: texts have no classes
         begun, kept = _begun(options, self.spec, mask=-1)
-        begun, kept = begun.flatten(1), kept.get("kept", 0)
-        if bool((begun[:, :kept] < 0).any()):
+        found = begun.flatten(1).to(self.device)
+        if bool((found[:, :kept] < 0).any()):
             raise InputError("a language model continues a beginning: inpaint='Once upon' mask=_; gaps are filled by "
                              "model=masked_diffusion")
         values = uniform((options.n, length), KeyedGenerator(options.seed, index, "sample"), device=self.device)
-        found = begun.to(self.device)
         log_p, state = core.extend(found[:, :kept])
         for place in range(kept, length):
             found[:, place] = draw_tokens(log_p[:, -1], values[:, place], options.temperature)
@@ -279,7 +278,7 @@ class LanguageModel(GenerativeModel):
         return step
 
 
-def _begun(options: SamplingOptions, spec: DataSpec, mask: int) -> tuple[Tensor, dict]:
+def _begun(options: SamplingOptions, spec: DataSpec, mask: int) -> tuple[Tensor, int]:
     """The tokens at the start of sampling, (n, *event) with `mask` for all but the known ones, and their number.
 
     Raises:
@@ -287,8 +286,8 @@ def _begun(options: SamplingOptions, spec: DataSpec, mask: int) -> tuple[Tensor,
     """
     x, known = torch.full((options.n, *spec.event_shape), mask), options.known
     if known is None:
-        return x, {}
+        return x, 0
     if known.shape != spec.event_shape:
         raise InputError(f"events are {tuple(spec.event_shape)} here, got {tuple(known.shape)}")
     keep = options.keep.cpu().expand(spec.event_shape)
-    return torch.where(keep, known.cpu().long(), x), {"kept": int(keep.sum())}
+    return torch.where(keep, known.cpu().long(), x), int(keep.sum())
