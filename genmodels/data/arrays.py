@@ -96,8 +96,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_npy(path: Path) -> dict[str, MappedArray]:
-    array = MappedArray.of_npy(path)
-    array.whole()
+    (array := MappedArray.of_npy(path)).whole()
     return {"arr_0": array}
 
 
@@ -153,6 +152,9 @@ def _read_table(path: Path) -> dict[str, np.ndarray]:
         del lines[first]
     if not lines:
         raise InputError(f"data.file={path} holds a heading and no items")
+    if "" in heading:
+        print(f"{path}: column {heading.index('') + 1} has no name; if it only numbers lines, leave it out (pandas: "
+              "index=False)")
     cells = {number: line.split(delimiter) for number, line in lines.items()}
     try:
         table = np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None)
@@ -372,8 +374,8 @@ def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
         parts = {split: (arrays.get(split), parts[split][1]) for split in SPLITS}
     found = {split: part for split, part in parts.items() if part[0] is not None}
     if not found or ("all" not in found and "train" not in found):
-        listed = ", ".join(sorted(arrays)) or "nothing"
-        raise InputError(f"{file} holds {listed}: name the items x (or images), or x_train, x_val, x_test")
+        raise InputError(f"{file} holds {', '.join(sorted(arrays)) or 'nothing'}: name the items x (or images), or "
+                         "x_train, x_val, x_test")
     unused = set(arrays) - {n for names in (_X, _Y) for n in names}
     if set(found) == {"all"} and found["all"][1] is None and unused:
         print(f"{file}: {', '.join(sorted(unused))} not read; labels are called y (or labels)")
@@ -424,14 +426,13 @@ def _check_values(array, levels: int | None, where: str) -> None:
             bad = ~np.isfinite(rows.astype(np.float32)) if levels is None else (rows < 0) | (rows >= levels)
         if bad.any():
             at = tuple(np.argwhere(bad)[0])
-            expected = "is not finite" if levels is None else f"is outside 0..{levels - 1}"
-            hint = "" if levels is None else " (data.levels)"
-            raise InputError(f"{where}: item {start + at[0]} holds {rows[at]}, which {expected}{hint}")
+            fault = "is not finite" if levels is None else f"is outside 0..{levels - 1} (data.levels)"
+            raise InputError(f"{where}: item {start + at[0]} holds {rows[at]}, which {fault}")
 
 
 def _read_labels(found: dict, file: Path) -> tuple[dict[str, Tensor | None], tuple[str, ...], int | None]:
     """Labels 0..K-1 of each part, class names (none for plain numbers 0..K-1) and K."""
-    given = {name: np.array(y[:]) for name, (_, y) in found.items() if y is not None}
+    given = {name: np.array(y[...]) for name, (_, y) in found.items() if y is not None}
     if not given:
         return dict.fromkeys(found), (), None
     if len(given) < len(found):
@@ -446,5 +447,4 @@ def _read_labels(found: dict, file: Path) -> tuple[dict[str, Tensor | None], tup
     values = np.unique(np.concatenate(list(given.values())))
     plain = values.dtype.kind in "iub" and (values == np.arange(len(values))).all()
     names = () if plain else tuple(v.decode() if isinstance(v, bytes) else str(v) for v in values.tolist())
-    labels = {name: torch.from_numpy(np.searchsorted(values, y)) for name, y in given.items()}
-    return labels, names, len(values)
+    return {name: torch.from_numpy(np.searchsorted(values, y)) for name, y in given.items()}, names, len(values)

@@ -227,6 +227,10 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "items of different shapes" in line("f.npz")
     np.savez(tmp_path / "g.npz", x=NHWC, y=np.arange(49))
     assert "labels of shape (49,) for 50 items" in line("g.npz")
+    np.savez(tmp_path / "g.npz", x=NHWC, y=3)
+    assert "labels of shape () for 50 items" in line("g.npz")
+    np.savez_compressed(tmp_path / "g.npz", x=NHWC, y=3)
+    assert "labels of shape () for 50 items" in line("g.npz")
     np.savez(tmp_path / "h.npz", x=NHWC, y=np.linspace(0, 1, 50))
     assert "labels of type float64" in line("h.npz")
     np.savez(tmp_path / "i.npz", x_train=NHWC, x_test=NHWC, y_train=np.arange(50))
@@ -286,8 +290,9 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ("\ta\tb", "\t", ("", "a", "b")),
     ("a  b c", " ", ("a", "b", "c")),
 ])  # fmt: skip
-def test_headings(tmp_path, heading, delimiter, names):
+def test_headings(tmp_path, capsys, heading, delimiter, names):
     file = tmp_path / "t.csv"
     rows = np.random.default_rng(0).normal(size=(30, 3))
     file.write_text("\n".join([heading, *(delimiter.join(map(str, row)) for row in rows)]))
     assert Arrays(file=str(file)).prepare().spec.columns == names
+    assert ("column 1 has no name" in capsys.readouterr().out) == (names[0] == "")
