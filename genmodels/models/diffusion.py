@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, Latents, require_spread
-from genmodels.core.errors import InputError, an, at_least, one_of, require_finite_rows
+from genmodels.core.errors import InputError, an, at_least, check_number, one_of, require_finite_rows
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -100,8 +100,7 @@ class DiffusionModel(GenerativeModel):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         at_least(2, num_steps=num_steps)
         self.condition_on_class(class_conditional, cond_drop)
-        if not noise >= 0:
-            raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
+        check_number("noise", noise, 0)
         if noise not in (0, 0.05) and spec.mel is None:
             raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
         self.noise = noise if spec.mel is not None else 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
-from genmodels.core.errors import InputError, at_least, one_of, only_for
+from genmodels.core.errors import InputError, at_least, check_number, one_of, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
@@ -102,8 +102,7 @@ class FlowModel(GenerativeModel):
         self.dequantisation, self.preprocess, self.alpha, self.base, self.memory = (
             dequantisation, preprocess, alpha, base, memory)
         self.whiten = whiten
-        if not noise >= 0:
-            raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
+        check_number("noise", noise, 0)
         if noise not in (0, 0.05) and spec.mel is None:
             raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
         of_integers = {f"dequantisation={dequantisation}": dequantisation != "uniform",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, check_number
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator, uniform
 from genmodels.core.tensors import hide, spread
 
@@ -59,8 +59,7 @@ class MelUnits(nn.Module):
         super().__init__()
         if spec.mel is None or spec.statistics is None:
             raise InputError(f"{spec.name} holds no mel-spectrograms: this model is for data=speech")
-        if not noise >= 0:
-            raise InputError(f"noise is a width in log units, 0 or more, got {noise}")
+        check_number("noise", noise, 0)
         self.noise = noise
         for name, key in (("location", "mean"), ("scale", "std")):
             self.register_buffer(name, torch.tensor(spec.statistics[key], dtype=torch.float32).view(-1, 1))

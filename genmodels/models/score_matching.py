@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, require_spread
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, check_number
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import Generator, KeyedGenerator, uniform
@@ -183,8 +183,7 @@ class ScoreMatched(GenerativeModel):
 
     def __init__(self, spec: DataSpec, encoding: Encoding, noise: float):
         super().__init__(spec)
-        if noise < 0:
-            raise ValueError(f"noise must not be negative, got {noise}")
+        check_number("noise", noise, 0)
         self.encoding, self.noise = encoding, noise
         self.guard = DivergenceGuard(spec.dims, patience=100 // _GUARD_EVERY)
         self._probe: Tensor | None = None

@@ -257,6 +257,7 @@ def test_sampling_errors(options, said):
     "options, said",
     [
         ({"num_steps": 1}, "num_steps"),
+        ({"noise": float("nan")}, "noise must be a finite number from 0"),
         ({"net": {"chanels": 3}}, "did you mean 'channels'"),
         ({"net": {"multipliers": [1, 2, 2, 2, 2]}}, "levels"),
         ({"schedule": "linear", "num_steps": 10}, "linear"),

@@ -312,7 +312,8 @@ def test_a_kernel_without_a_solution_is_not_finite():
 
 
 BAD = [
-    (lambda: EnergyModel(PLANE, noise=-1), "noise"),
+    *((lambda noise=noise: EnergyModel(PLANE, noise=noise), "noise must be a finite number from 0")
+      for noise in (-1, math.nan, math.inf)),
     (lambda: EnergyModel(DIGITS, gaps=True), "continuous"),
     (lambda: EnergyModel(DIGITS, whitening="pca"), "vectors"),
     (lambda: EnergyModel(PLANE, objective={"projektions": 2}), "projections"),

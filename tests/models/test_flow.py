@@ -245,6 +245,7 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: Glow(PLANE), "images"),
         (lambda: Glow(DataSpec("odd", (1, 7, 7), levels=2)), "even"),
         (lambda: NSF(TRACKS), "nsf takes vectors and images"),
+        (lambda: Glow(TRACKS, noise=float("nan")), "noise must be a finite number from 0"),
         (lambda: RealNVP(TRACKS), "glow"),
         (lambda: RealNVP(DIGITS, layout=["chequered*2"]), "chequered"),
         (lambda: RealNVP(DIGITS, hidden=[8]), "groups"),
