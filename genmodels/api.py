@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -81,9 +82,10 @@ class Samples(core.Samples):
         Raises:
             InputError: for a form that these samples do not have, or a place that cannot be written.
         """
-        check_writable("out", Path(out))
-        write_samples(self, self.spec, Path(out))
-        return Path(out)
+        out = Path(out).expanduser()
+        check_writable("out", out)
+        write_samples(self, self.spec, out)
+        return out
 
     def save_path(self, out: str | Path, frames: int = 10) -> Path:
         """Write the trajectory from noise to data as .png (a strip) or .gif, for samples drawn with `path=80` or more.
@@ -93,8 +95,9 @@ class Samples(core.Samples):
         """
         if self.path is None:
             raise InputError("no trajectory was kept: draw the samples with path=80, then show some of its frames")
-        write_path(self, self.spec, Path(out), frames)
-        return Path(out)
+        out = Path(out).expanduser()
+        write_path(self, self.spec, out, frames)
+        return out
 
     def show(self) -> None:
         """Show the picture, or the table: in a notebook there, else in a window."""
@@ -245,6 +248,8 @@ class Model:
                 x.x = x.x.to(torch.get_default_dtype())
         number = torch.arange(len(x))
         if cond is not None and not isinstance(cond, TextCondition):
+            if not isinstance(cond, str) and (shape := np.shape(cond)) and shape[0] != len(x):
+                raise InputError(f"cond has {shape[0]} classes for {len(x)} items: give one each, or one for all")
             with refusals():
                 cond = self.network.labels(cond, number).cpu()
         return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
@@ -313,7 +318,7 @@ class Model:
 
     def evaluate(self, **options: Any) -> Comparison:
         """`genmodels.evaluate` of this model."""
-        return evaluate(self.ckpt, trust=self.trust, **options)
+        return evaluate(self, **options)
 
     def __repr__(self) -> str:
         return f"{self.family} of {self.spec.name} {self.spec.event_shape}, {self._size}, from {self.ckpt}"
@@ -376,6 +381,8 @@ def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options:
     require_known("evaluate", options, [field.name for field in fields(Request)])
     several = [ckpt] if isinstance(ckpt, str | Path | Model) else list(ckpt)
     names = [each.ckpt if isinstance(each, Model) else each for each in several]
+    trusted = [name for each in several if isinstance(each, Model) for name in each.trust]
+    options["trust"] = list(dict.fromkeys([*(options.get("trust") or ()), *trusted]))
     if options.get("processes", 1) != 1:
         raise InputError("processes is for the command: genmodels evaluate processes=2 ...")
     with _interruptible():

@@ -58,7 +58,7 @@ class Composer:
         """
         parser = OverridesParser.create(config_loader=self.hydra.config_loader)
         try:
-            words = [self._open(word) for word in parser.parse_overrides(overrides)]
+            words = [self._open(word) for word in parser.parse_overrides([_in_quotes(word) for word in overrides])]
             return parser.parse_overrides([part for word in words for part in _network(word)])
         except OverrideParseException as error:
             raise InputError(_unreadable(error.override)) from error
@@ -284,6 +284,19 @@ def _unreadable(word: str) -> str:
     return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"
 
 
+def _in_quotes(word: str) -> str:
+    """A word whose value is a path from `~/` on, or has letters outside ASCII, with it quoted, as Hydra needs.
+
+    Example:
+        >>> [_in_quotes(word) for word in ("n=3", "data.root=~/data", "data.root=Übung/a b", "cond=[ä,ö]")]
+        ['n=3', "data.root='~/data'", "data.root='Übung/a b'", 'cond=[ä,ö]']
+    """
+    key, equals, value = word.partition("=")
+    foreign = not value.isascii() and not set(value) & set("'\"[]{}(),$\\")
+    # Shells do not expand ~ after a key with a dot.
+    return f"{key}{equals}{quoted(value)}" if foreign or value.startswith("~/") else word
+
+
 _PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
 
@@ -299,6 +312,7 @@ def in_hydra(value) -> str:
         return f"[{','.join(map(in_hydra, value))}]"
     if value is None or isinstance(value, bool):
         return show(value)
+    value = value.item() if getattr(value, "shape", None) == () else value  # a number of numpy or torch
     value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str):
         return repr(value)

@@ -43,12 +43,16 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
     """
     if not ckpt:
         raise InputError("ckpt=[] names no checkpoint")
-    if request.out is None and any(str(each).startswith(HUB) for each in ckpt):  # not into the cache of the hub
-        out = "comparison" if len(ckpt) > 1 else place_of(ckpt[0]).with_name("report.json")
-        request = replace(request, out=str(out))
-    if request.out is not None:
-        check_writable("out", Path(request.out), several=len(ckpt) > 1)
-    return [located(each) for each in ckpt], request
+    out, several = request.out, len(ckpt) > 1
+    if out is None and any(str(each).startswith(HUB) for each in ckpt):  # not into the cache of the hub
+        out = "comparison" if several else place_of(ckpt[0]).with_name("report.json")
+    request = replace(request, out=None if out is None else os.path.expanduser(out))
+    paths = [located(each) for each in ckpt]
+    folders = [path.resolve().parent for path in paths]
+    places = {os.path.commonpath(folders), *folders} if several else {*folders}
+    for place in [request.out] if out is not None else sorted(map(str, places)):
+        check_writable("out", Path(place), several=several or out is None)
+    return paths, request
 
 
 def _print_evaluation(paths: list[Path], request: Request) -> None:

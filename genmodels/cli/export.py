@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Callable
@@ -60,6 +61,8 @@ def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | fl
         write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
         return [f"{header['parameters']:,} parameters with their configuration: {target}",
                 f"sample:   genmodels sample ckpt={target}"]
+    if model.device.type != "cpu":
+        model = copy.deepcopy(model).cpu()  # where the example inputs are
     lines = []
     for graph in graphs_of(model, weights_of(ema)):
         place = target.with_name(f"{target.stem}{graph.suffix}{target.suffix}")

@@ -143,21 +143,15 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 
 def spelt(word: str) -> str:
-    """A word `text=...` with its value quoted, unless it is quoted already or a list; so is a path from `~/` on, and a
-    plain value with letters outside ASCII, which Hydra reads in quotes only.
+    """A word `text=...` with its value quoted, unless it is quoted already or a list.
 
     Example:
-        >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"), spelt("data.root=~/data"))
-        text='Don\\'t stop, please!' text=[one,two] n=3 data.root='~/data'
-        >>> print(spelt("data.root=Übung/a b"), spelt("cond=[ä,ö]"))
-        data.root='Übung/a b' cond=[ä,ö]
+        >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"))
+        text='Don\\'t stop, please!' text=[one,two] n=3
     """
     key, equals, value = word.partition("=")
     of_text = key == "text" and value and value[0] not in "'\"[" and value != "null"
-    foreign = not value.isascii() and not set(value) & set("'\"[]{}(),$\\")
-    if not of_text and not foreign and not value.startswith("~/"):  # shells do not expand it after a key with a dot
-        return word
-    return f"{key}{equals}{quoted(value)}"
+    return f"{key}{equals}{quoted(value)}" if of_text else word
 
 
 def with_files(words: list[str]) -> list[str]:

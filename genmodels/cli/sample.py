@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
@@ -92,10 +93,9 @@ def run(
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("frames", frames, 2), ("chunk", chunk, 1)):
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
-    if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
-        raise InputError(f"path={path}: the trajectory is written to a .png (a strip) or a .gif")
     require_partners(options | {"inpaint": inpaint, "mask": mask, "edit": edit, "chunk": chunk,
                                 "stream": stream or None})
+    out, path = (place if place is None else os.path.expanduser(place) for place in (out, path))
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))

@@ -262,6 +262,10 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
     """
     parsed, resumed = _resumed(composer, composer.parse(overrides))
     words = [override.input_line for override in parsed]
+    for given in parsed:
+        key = given.key_or_group
+        if key in ("out", "path", "run_dir") and not given.is_sweep_override() and given.value() is not None:
+            raise InputError(f"{key}={given.value()} is one place for all points of the sweep: leave it out")
     composer.points(words)
     settings = composer.settings(parsed)
     folder = resumed or _folder(settings, parsed)

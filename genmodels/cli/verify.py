@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, an, refusals
-from genmodels.core.files import located, place_of, write_text
+from genmodels.core.files import check_writable, located, place_of, write_text
 from genmodels.core.random import seed_of
 from genmodels.verification import attention as mechanisms
 from genmodels.verification.check import Findings, Options, counting
@@ -100,6 +100,8 @@ def run(
         for key in keys:
             if useless and values[key] is not None:
                 raise InputError(f"{key} goes with {partner}")
+    if out is not None or ckpt is not None:
+        check_writable("out", _place(out, ckpt))
 
     start = time.monotonic()
     trust, options = trust or [], options or {}
@@ -132,10 +134,14 @@ def _not_verified(before: str, findings: Findings) -> str:
     return f"{before}not verified: {_listed(findings.unverified)}" if findings.unverified else ""
 
 
+def _place(out: str | None, ckpt: str | None) -> Path:
+    return Path(out).expanduser() if out is not None else place_of(ckpt).parent / "verify.json"
+
+
 def _write(findings: Findings, out: str | None, ckpt: str | None) -> None:
     if out is None and ckpt is None:
         return
-    target = Path(out) if out is not None else place_of(ckpt).parent / "verify.json"
+    target = _place(out, ckpt)
     write_text(target, json.dumps({"format": 2, **findings.to_dict()}, indent=1, allow_nan=False) + "\n")
     print(f"results: {target}")
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -75,7 +75,7 @@ def check_number(name: str, value: float, least: float, most: float = _LARGEST) 
         ...
         genmodels.core.errors.InputError: guidance must be a finite number from -1e+06 to 1e+06, got 1e+38
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not (number and least <= value <= most):
         raise InputError(f"{name} must be a finite number from {least:g} to {most:g}, got {value!r}")
 
@@ -200,6 +200,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+_OF_PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+
+
 def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     """The message and the exit code for an expected failure, None for a programming error.
 
@@ -216,6 +219,8 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
         return (f"not installed: {', '.join(missing)}. Run {_installation()}", 1) if missing else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some space and repeat", 1
+    if isinstance(error, OSError) and error.filename and error.errno in _OF_PLACES:
+        return f"{str(error.filename)[:200]}: {os.strerror(error.errno).lower()}", 1
     text = str(error)
     if "DataLoader worker" in text:
         return ("a data loading process was killed or ended (often out of memory): lower data.num_workers or "

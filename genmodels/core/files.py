@@ -237,6 +237,7 @@ def check_writable(key: str, target: Path, *, several: bool = False) -> None:
             raise InputError(f"{key}={target}: {folder} is a file, not a folder")
         with tempfile.TemporaryFile(dir=folder):
             pass
+        target.exists()  # an OSError for a name that is too long
     except NotADirectoryError as error:
         raise InputError(f"{key}={target}: one of its folders is a file") from error
     except OSError as error:

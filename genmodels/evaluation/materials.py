@@ -50,6 +50,8 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     if "known" not in model.own_options():
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
     spec, data = model.spec, data_of(header, ckpt_path, trust)
+    named = named | {key: os.path.expanduser(named[key]) for key in ("inpaint", "mask", "edit")
+                     if isinstance(named[key], str)}
 
     def item(key: str) -> Batch:
         if spec.encoding is not None and not str(named[key]).isdigit():

@@ -384,7 +384,9 @@ def evenly_changing(path: Tensor, frames: int) -> Tensor:
 
 
 def check_path(target: Path, spec: DataSpec) -> None:
-    """Raise InputError if trajectories of these data have no picture, or no strip."""
+    """Raise InputError if trajectories of these data have no picture, or no strip, or for another form of file."""
+    if target.suffix.lower() not in (".png", ".gif"):
+        raise InputError(f"path={target}: the trajectory is written to a .png (a strip) or a .gif")
     if not has_picture(spec):
         raise InputError(f"path: samples of shape {spec.event_shape} have no picture: leave path out")
     if target.suffix.lower() == ".png" and not spec.is_image:
@@ -400,6 +402,8 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
         InputError: for data that are neither images nor points.
     """
     check_path(target, spec)
+    if frames < 2:
+        raise InputError(f"frames must be at least 2, got {frames}")
     steps = samples.made.get("steps", len(samples.path))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
     chosen = evenly_changing(samples.path, frames)

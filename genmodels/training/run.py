@@ -109,6 +109,8 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
         folder = new_folder(root / name / stamp)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if (times := folder / "training.json").exists():  # of a run whose weights were removed
+            times.unlink()
     except OSError as error:
         raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
     return folder
@@ -118,8 +120,10 @@ def check_unused(folder: Path) -> None:
     """Raise InputError where a folder holds a run, weights, or a file that a run would overwrite."""
     if (folder / "last.ckpt").exists():
         raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
-    if (folder / "config.yaml").exists() and not (folder / "log.txt").exists():  # which a run writes before it
-        raise InputError(f"run_dir={folder} holds a config.yaml that is of no run: choose another folder")
+    ours = (folder / "log.txt").exists(), (folder / "config.yaml").exists()  # in the order in which a run writes them
+    for name, of_run in (("config.yaml", ours[0]), ("metrics.csv", all(ours)), ("training.json", all(ours))):
+        if (folder / name).exists() and not of_run:
+            raise InputError(f"run_dir={folder} holds a {name} that is of no run: choose another folder")
     if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
         raise InputError(f"run_dir={folder} already holds {weights[0].name}: choose another folder")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from genmodels.cli.compose import composer, in_hydra
@@ -244,3 +246,17 @@ def test_words_that_choose_leave_a_run_aside(run_of_glow, words):
 def test_a_damaged_file_of_settings(run_of_glow, content, said):
     (run_of_glow / "config.yaml").write_text(content)
     assert said in line(f"resume={run_of_glow}")
+
+
+@pytest.mark.parametrize("value, written", [(np.float64(1e-3), "0.001"), (np.int64(3), "3"), (torch.tensor(2), "2")])
+def test_a_number_of_numpy_or_torch_is_written_as_a_number(value, written):
+    assert in_hydra(value) == written
+
+
+@pytest.mark.parametrize("word, value", [
+    ("data.file=Übung/x.npz", "Übung/x.npz"), ("data.file=~/x.npz", "~/x.npz"), ("data.file='Ü, b.npz'", "Ü, b.npz"),
+])  # fmt: skip
+def test_paths_beyond_ascii_and_from_home_need_no_quotes(word, value):
+    with composer("train") as hydra:
+        assert hydra.compose(["model=nsf", "data=arrays", word])["data"]["file"] == value
+        assert hydra.points(["model=nsf", "data=arrays", word, "seed=0,1"])

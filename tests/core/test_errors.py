@@ -1,10 +1,13 @@
 """Errors of one line, and progress on a terminal and in a file."""
 
+import errno
 import io
+import os
 
+import numpy as np
 import pytest
 
-from genmodels.core.errors import InputError, progress_bar
+from genmodels.core.errors import InputError, check_number, explain, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -55,3 +58,16 @@ def test_an_error_of_two_lines_is_caught(refuses):
     assert refuses(ValueError, "b, c", fail, "a: b, c") == "a: b, c"
     with pytest.raises(AssertionError):
         refuses(InputError, "b, c", fail, "a: b, c\nd")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG])
+def test_a_place_that_cannot_be_used_is_one_line(number):
+    said, code = explain("train", OSError(number, os.strerror(number), "locked/x"))
+    assert said == f"locked/x: {os.strerror(number).lower()}" and code == 1
+    assert explain("train", OSError(errno.EIO, "input", "locked/x")) is None
+
+
+def test_numbers_of_numpy_are_numbers():
+    check_number("temperature", np.float32(0.5), 0)
+    with pytest.raises(InputError, match="temperature must be a finite number"):
+        check_number("temperature", np.float32("nan"), 0)

@@ -56,6 +56,19 @@ def test_a_folder_with_a_run_is_not_taken():
         checkpoint(Path(weights, weights))
         with pytest.raises(InputError, match=f"already holds {weights}: choose another folder"):
             run.choose_folder(Path("runs"), "a", weights)
+    for number, name in enumerate(("config.yaml", "metrics.csv", "training.json")):
+        Path(str(number)).mkdir()
+        Path(str(number), name).write_text("of the user")
+        with pytest.raises(InputError, match=f"holds a {name} that is of no run"):
+            run.choose_folder(Path("runs"), "a", str(number))
+
+
+def test_a_run_that_wrote_no_checkpoint_is_begun_anew_and_its_time_forgotten():
+    Path("mine").mkdir()
+    for name in ("log.txt", "config.yaml", "metrics.csv"):
+        Path("mine", name).write_text("")
+    run.add_training_time(Path("mine"), 5.0, 5.0)
+    assert run.training_time(run.choose_folder(Path("runs"), "a", "mine")) == 0
 
 
 def test_what_never_began_leaves_nothing_but_what_was_there():
