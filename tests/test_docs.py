@@ -19,7 +19,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from genmodels.cli import CONFIGURED, OF_CHECKPOINTS
-from genmodels.cli.compose import composer
+from genmodels.cli.compose import composer, in_quotes
 from genmodels.cli.main import spelt, split, with_files
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
@@ -163,7 +163,8 @@ class Checker:
                 for where, words in kept:
                     options, overrides = split([word for word in words if word != "..."])
                     overrides = with_files(overrides) if command == "transcribe" else overrides
-                    given = [spelt(word) for word in overrides if plugins or not word.startswith("hydra/launcher")]
+                    given = [in_quotes(spelt(word)) for word in overrides
+                             if plugins or not word.startswith("hydra/launcher")]
                     if not optuna and any("sweeper=optuna" in word for word in given):
                         given = [word for word in given if not word.startswith("hydra") and "interval" not in word]
                     if command in OF_CHECKPOINTS and not any(word.startswith("ckpt=") for word in given):

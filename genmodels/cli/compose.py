@@ -58,7 +58,7 @@ class Composer:
         """
         parser = OverridesParser.create(config_loader=self.hydra.config_loader)
         try:
-            words = [self._open(word) for word in parser.parse_overrides([_in_quotes(word) for word in overrides])]
+            words = [self._open(word) for word in parser.parse_overrides([in_quotes(word) for word in overrides])]
             return parser.parse_overrides([part for word in words for part in _network(word)])
         except OverrideParseException as error:
             raise InputError(_unreadable(error.override)) from error
@@ -284,11 +284,11 @@ def _unreadable(word: str) -> str:
     return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"
 
 
-def _in_quotes(word: str) -> str:
+def in_quotes(word: str) -> str:
     """A word whose value is a path from `~/` on, or has letters outside ASCII, with it quoted, as Hydra needs.
 
     Example:
-        >>> [_in_quotes(word) for word in ("n=3", "data.root=~/data", "data.root=Übung/a b", "cond=[ä,ö]")]
+        >>> [in_quotes(word) for word in ("n=3", "data.root=~/data", "data.root=Übung/a b", "cond=[ä,ö]")]
         ['n=3', "data.root='~/data'", "data.root='Übung/a b'", 'cond=[ä,ö]']
     """
     key, equals, value = word.partition("=")
