@@ -106,6 +106,23 @@ def test_a_refusal_is_the_line_of_the_command(model, call, said, refuses):
     refuses(InputError, said, call, model)
 
 
+def test_a_comparison_trusts_what_its_models_trust(model, monkeypatch):
+    trusted = []
+    monkeypatch.setattr("genmodels.cli.evaluate.asked", lambda _, request: (trusted.append(request.trust), request))
+    monkeypatch.setattr("genmodels.cli.evaluate.evaluate", lambda *_: None)
+    theirs = [gm.Model(model.network, model.header, model.ckpt, trust) for trust in (["one", "both"], ["both"])]
+    gm.evaluate(theirs, trust=["given"])
+    theirs[1].evaluate()
+    assert trusted == [["given", "one", "both"], ["both"]]
+
+
+def test_samples_are_saved_in_the_home_folder(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    samples = model.sample(2, steps=4, path=4, progress=False)
+    assert samples.save("~/a.npz") == tmp_path / "a.npz" and (tmp_path / "a.npz").is_file()
+    assert samples.save_path("~/a.gif") == tmp_path / "a.gif" and (tmp_path / "a.gif").is_file()
+
+
 def test_a_missing_file_is_a_failure(tmp_path):
     with pytest.raises(RunError, match="no such checkpoint"):
         gm.load(tmp_path / "nothing.ckpt")

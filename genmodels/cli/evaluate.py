@@ -48,10 +48,12 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
         out = "comparison" if several else place_of(ckpt[0]).with_name("report.json")
     request = replace(request, out=None if out is None else os.path.expanduser(out))
     paths = [located(each) for each in ckpt]
-    folders = [path.resolve().parent for path in paths]
-    places = {os.path.commonpath(folders), *folders} if several else {*folders}
-    for place in [request.out] if out is not None else sorted(map(str, places)):
-        check_writable("out", Path(place), several=several or out is None)
+    if request.out is not None:
+        check_writable("out", Path(request.out), several=several)
+        return paths, request
+    common = Path(os.path.commonpath([path.resolve().parent for path in paths]), "table.json")
+    for place in [*(path.with_name("report.json") for path in paths), *([common] if several else [])]:
+        check_writable("out", place)
     return paths, request
 
 
