@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from genmodels.cli.schema import Schema
 from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
@@ -184,17 +185,18 @@ class Model:
         """
         options = {key: value for key, value in {"cond": cond, **options}.items() if value is not None}
         self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
+        usual = USUAL_NUMBER if self.spec.text is None else 1
+        options = _checked("genmodels.core.samples.SamplingOptions", options | {"n": usual if n is None else n})
+        if min(options["n"], batch_size) < 1:
+            raise InputError(f"n and batch_size must be at least 1, got {options['n']} and {batch_size}")
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
-        asked_of_text = {} if self.spec.text is None else options
-        items, _ = material(self.network, self.header, asked_of_text | named, self.ckpt, self.trust)
+        of_text = {} if self.spec.text is None else options
+        items, _ = material(self.network, self.header, of_text | named, self.ckpt, self.trust)
         options |= items | {"weights": weights_of(ema)}
         if self.spec.text is not None:
-            if n is not None and n < 1:
-                raise InputError(f"n must be at least 1, got {n}")
-            return self._say(n or 1, options)
-        asked = SamplingOptions(n=USUAL_NUMBER if n is None else n, **options)
-        drawn = draw(self.network, asked, batch_size=batch_size, progress=progress)
+            return self._say(options.pop("n"), options)
+        drawn = draw(self.network, SamplingOptions(**options), batch_size=batch_size, progress=progress)
         drawn.made |= origin(located(self.ckpt), self.header)
         return Samples.of(drawn, self.spec)
 
@@ -385,8 +387,9 @@ def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options:
     options["trust"] = list(dict.fromkeys([*(options.get("trust") or ()), *trusted]))
     if options.get("processes", 1) != 1:
         raise InputError("processes is for the command: genmodels evaluate processes=2 ...")
+    request = Request(**_checked("genmodels.evaluation.checkpoint.Request", options))
     with _interruptible():
-        return command.evaluate(*command.asked(names, Request(**options)))
+        return command.evaluate(*command.asked(names, request))
 
 
 def train(model: str | None = None, *words: str, device: str = "auto", **settings: Any) -> Model:
@@ -420,6 +423,19 @@ def train(model: str | None = None, *words: str, device: str = "auto", **setting
         folder = command.run(**config).run
     best = Path(folder) / "best.ckpt"
     return load(best if best.is_file() else best.with_name("last.ckpt"), device=device, trust=config.get("trust") or ())
+
+
+def _checked(taker: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Options checked and converted as on the command line; tensors of items stay as they are."""
+    schema = Schema(taker, lambda _: "in Python")
+    plain = {key: _plain(value) for key, value in given.items() if key in schema.top.keys}
+    return given | schema.check(plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value.tolist() if hasattr(value, "tolist") else value
 
 
 @contextmanager

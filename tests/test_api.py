@@ -75,7 +75,15 @@ def test_likelihoods_are_those_of_the_model(model):
 
 REFUSED = [
     (lambda model: model.sample(2, stepps=3), "no sampling option 'stepps': did you mean 'steps'?"),
-    (lambda model: model.sample(0), "n must be at least 1, got 0"),
+    (lambda model: model.sample(0), "n and batch_size must be at least 1, got 0"),
+    (lambda model: model.sample(2.5), "n must be an integer, got '2.5' \\(in Python\\)"),
+    (lambda model: model.sample(2, batch_size=0), "n and batch_size must be at least 1, got 2 and 0"),
+    (lambda model: model.sample(2, steps=2.5), "steps must be an integer or null, got '2.5' \\(in Python\\)"),
+    (lambda model: model.sample(2, seed=-1), "seed must be at least 0, got -1"),
+    (lambda model: model.sample(2, temperature="hot"), "temperature must be a number or null, got 'hot'"),
+    (lambda model: model.evaluate(stages=["likelihoods"]), "did you mean 'likelihood'"),
+    (lambda model: model.evaluate(limit=2.5), "limit must be an integer"),
+    (lambda model: model.evaluate(seed=-1), "seed must be at least 0, got -1"),
     (lambda model: model.sample(2, cond="eleven"), "class 'eleven' does not exist"),
     (lambda model: model.sample(2, inpaint=3), "inpaint=3 needs mask="),
     (lambda model: model.sample(2, strength=0.5), "strength=0.5 needs edit="),
@@ -173,5 +181,5 @@ def test_speech(tmp_path):
     with pytest.raises(InputError, match="did you mean 'vocoder'"):
         gm.load(tmp_path).sample(text="a cab", vocodr="hifigan")
     for n in (0, -1):
-        with pytest.raises(InputError, match=f"n must be at least 1, got {n}"):
+        with pytest.raises(InputError, match=f"n and batch_size must be at least 1, got {n}"):
             gm.load(tmp_path).sample(n, text="a cab")

@@ -8,14 +8,3 @@ OF_CHECKPOINTS = ("sample", "transcribe", "evaluate", "demo", "export", "push")
 PLAIN = ("info", "doctor", "completion")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
 VALUED = {"-c": "cfg", "--cfg": "cfg", "-cd": "config_dir", "--config-dir": "config_dir"}
-
-
-def quoted(text: str) -> str:
-    """A text in quotation marks of Hydra's syntax.
-
-    Example:
-        >>> print(quoted("it's"))
-        'it\\'s'
-    """
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

@@ -27,10 +27,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from genmodels.cli import quoted
-from genmodels.cli.schema import Schema, show
+from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, hint, require_known
-from genmodels.core.files import CONFIG_DIR, flat, found_at, groups
+from genmodels.core.files import CONFIG_DIR, flat, found_at, groups, in_hydra, quoted
 from genmodels.models.build import NETWORKS
 from genmodels.training.processes import launch
 
@@ -284,41 +283,23 @@ def _unreadable(word: str) -> str:
     return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"
 
 
+_PLACES = ("run_dir", "out", "ckpt", "resume", "init", "path", "data.root")
+
+
 def in_quotes(word: str) -> str:
-    """A word whose value is a path from `~/` on, or has letters outside ASCII, with it quoted, as Hydra needs.
+    """A word whose value is a path from `~/` on, has letters outside ASCII, or is a name of digits, quoted.
+
+    Hydra cannot read the first two, and reads 2024_01_31 as a number.
 
     Example:
-        >>> [in_quotes(word) for word in ("n=3", "data.root=~/data", "data.root=Übung/a b", "cond=[ä,ö]")]
-        ['n=3', "data.root='~/data'", "data.root='Übung/a b'", 'cond=[ä,ö]']
+        >>> [in_quotes(word) for word in ("n=3", "data.root=~/data", "run_dir=Übung/a b", "out=1_2", "cond=[ä,ö]")]
+        ['n=3', "data.root='~/data'", "run_dir='Übung/a b'", "out='1_2'", 'cond=[ä,ö]']
     """
     key, equals, value = word.partition("=")
     foreign = not value.isascii() and not set(value) & set("'\"[]{}(),$\\")
+    foreign |= key in _PLACES and re.fullmatch(r"\d+(_\d+)+", value) is not None
     # Shells do not expand ~ after a key with a dot.
     return f"{key}{equals}{quoted(value)}" if foreign or value.startswith("~/") else word
-
-
-_PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
-_OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
-
-
-def in_hydra(value) -> str:
-    """A value in Hydra's syntax.
-
-    Example:
-        >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
-        "[1,null,true,adam,/x/ok.csv,'a b','null']"
-    """
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(in_hydra, value))}]"
-    if value is None or isinstance(value, bool):
-        return show(value)
-    value = value.item() if getattr(value, "shape", None) == () else value  # a number of numpy or torch
-    value = str(value) if isinstance(value, Path) else value
-    if not isinstance(value, str):
-        return repr(value)
-    if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
-        return value
-    return quoted(value)
 
 
 def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) -> list[str]:

@@ -16,8 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED, quoted
+from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED
 from genmodels.core.errors import InputError, Interrupted, explain, hint, printable
+from genmodels.core.files import quoted
 
 
 def main(argv: list[str] | None = None) -> int:

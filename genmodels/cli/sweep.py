@@ -30,10 +30,10 @@ from hydra.types import HydraContext, RunMode
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from genmodels.cli.compose import Composer, in_hydra
+from genmodels.cli.compose import Composer
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import new_folder, write_text
+from genmodels.core.files import in_hydra, new_folder, write_text
 from genmodels.verification.check import table
 
 _LONGEST = 80  # characters of a point's folder name

@@ -1,4 +1,4 @@
-"""Atomically written files, locks, the folders of cache and configuration; exported models, and what `ckpt=` names.
+"""Atomically written files, locks, cache, configuration and its values; exported models, and what `ckpt=` names.
 
 An exported model (.safetensors) holds the content of its checkpoint without the state of training, in a format that
 other programs read. Its metadata contain the header (`genmodels`) and the SHA-256 of index and tensors (`sha256`). This
@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -218,6 +219,40 @@ def found_at(config: Any, path: str) -> tuple | None:
             return None
         config = config[name]
     return (config,)
+
+
+_PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
+_OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
+
+def quoted(text: str) -> str:
+    """A text in quotation marks of Hydra's syntax.
+
+    Example:
+        >>> print(quoted("it's"))
+        'it\\'s'
+    """
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def in_hydra(value) -> str:
+    """A value in Hydra's syntax.
+
+    Example:
+        >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
+        "[1,null,true,adam,/x/ok.csv,'a b','null']"
+    """
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(in_hydra, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    value = value.item() if getattr(value, "shape", None) == () else value  # a number of numpy or torch
+    value = str(value) if isinstance(value, Path) else value
+    if not isinstance(value, str):
+        return repr(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
+        return value
+    return quoted(value)
 
 
 def check_writable(key: str, target: Path, *, several: bool = False) -> None:

@@ -122,8 +122,9 @@ class SamplingOptions:
     def __post_init__(self):
         if self.n < 1:
             raise InputError(f"n must be at least 1, got {self.n}")
-        if self.start < 0:
-            raise InputError(f"start must be at least 0, got {self.start}")
+        for key in ("seed", "start"):
+            if getattr(self, key) < 0:
+                raise InputError(f"{key} must be at least 0, got {getattr(self, key)}")
         if self.start + self.n > 2**63 - 1:
             raise InputError(
                 f"samples are numbered by 64 bits: start + n must be below 2**63, got {self.start} + {self.n}")

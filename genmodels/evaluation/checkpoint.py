@@ -153,10 +153,10 @@ class Request:
             if getattr(self, key) is None:
                 object.__setattr__(self, key, empty)
         counts = ("batch_size", "processes", "limit", "replicates", "draws", "samples", "steps", "chains", "densities",
-                  "beam", "nbest")
+                  "beam", "nbest", "seed")
         values = [(key, getattr(self, key)) for key in counts]
         for key, value in values + [("importance_samples", k) for k in self.importance_samples or ()]:
-            least = 2 if key in ("replicates", "samples", "chains") else 1  # the error of a mean needs two
+            least = {"replicates": 2, "samples": 2, "chains": 2, "seed": 0}.get(key, 1)  # a mean's error needs two
             if isinstance(value, int) and value < least:
                 raise InputError(f"{key} must be at least {least}, got {value}")
         for key, example in (("importance_samples", "[1,64]"), ("stages", "[likelihood]")):

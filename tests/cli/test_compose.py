@@ -7,11 +7,11 @@ import pytest
 import torch
 import yaml
 
-from genmodels.cli.compose import composer, in_hydra
+from genmodels.cli.compose import composer
 from genmodels.cli.schema import Schema
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
-from genmodels.core.files import CONFIG_DIR, groups
+from genmodels.core.files import CONFIG_DIR, groups, in_hydra
 from genmodels.models.build import build
 
 GROUPS = groups()
@@ -260,3 +260,9 @@ def test_paths_beyond_ascii_and_from_home_need_no_quotes(word, value):
     with composer("train") as hydra:
         assert hydra.compose(["model=nsf", "data=arrays", word])["data"]["file"] == value
         assert hydra.points(["model=nsf", "data=arrays", word, "seed=0,1"])
+
+
+def test_names_of_digits_keep_their_underscores_and_numbers_may_have_them():
+    with composer("train") as hydra:
+        found = hydra.compose(["run_dir=2024_01_31", "trainer.max_steps=1_000"])
+    assert (found["run_dir"], found["trainer"]["max_steps"]) == ("2024_01_31", 1000)
