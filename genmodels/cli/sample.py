@@ -49,7 +49,7 @@ def run(
     batch_size: int = 64,
     ema: bool | float = True,
     path: str | None = None,
-    frames: int = 10,
+    frames: int | None = None,
     interpolate: list[int | str] | None = None,
     device: str = "auto",
     trust: list[str] | None = None,
@@ -81,7 +81,7 @@ def run(
         batch_size: samples per batch.
         ema: averaged weights (true), raw ones (false), or the average with one decay.
         path: also write the trajectory from noise to data, to a .png (a strip) or a .gif.
-        frames: number of pictures of the trajectory or interpolation.
+        frames: number of pictures of the trajectory or interpolation, 10 by default.
         interpolate: two items (numbers of the test split, or picture files) to interpolate through their latents, as a
             strip.
         device: auto, cpu, cuda, ...
@@ -94,7 +94,8 @@ def run(
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
     require_partners(options | {"inpaint": inpaint, "mask": mask, "edit": edit, "chunk": chunk,
-                                "stream": stream or None})
+                                "stream": stream or None, "frames": frames, "path": path, "interpolate": interpolate})
+    frames = 10 if frames is None else frames
     out, path = (place if place is None else os.path.expanduser(place) for place in (out, path))
     for key, place in (("out", out), ("path", path)):
         if place is not None:

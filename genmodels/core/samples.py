@@ -177,7 +177,7 @@ class SamplingOptions:
 
 #: Options that have no effect without one of these.
 _PARTNERS = {"inpaint": ("mask", "text"), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
-             "chunk": ("stream",)}
+             "chunk": ("stream",), "frames": ("path", "interpolate")}
 
 
 def require_partners(given: Mapping[str, Any]) -> None:

@@ -103,6 +103,7 @@ def test_the_way_between_two_items(folder):
         ({"inpaint": 3}, "inpaint=3 needs mask= or text=: give inpaint and one of them"),
         ({"mask": "mask.png"}, "mask=mask.png needs inpaint="),
         ({"strength": 0.5}, "strength=0.5 needs edit="),
+        ({"frames": 5}, "frames=5 needs path= or interpolate=: give frames and one of them"),
         ({"rounds": 5}, "rounds=5 needs inpaint="),
         ({"edit": "nowhere.png"}, "edit: there is no file nowhere.png"),
         ({"edit": 3, "strength": 2.0}, "strength = 2.0"),
