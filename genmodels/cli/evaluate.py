@@ -44,15 +44,16 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
     if not ckpt:
         raise InputError("ckpt=[] names no checkpoint")
     out, several = request.out, len(ckpt) > 1
-    if out is None and any(str(each).startswith(HUB) for each in ckpt):  # not into the cache of the hub
+    paths = [located(each) for each in ckpt]
+    common = Path(os.path.commonpath([path.resolve().parent for path in paths]))
+    # Neither into the cache of the hub nor into the root of a disk.
+    if out is None and (any(str(each).startswith(HUB) for each in ckpt) or several and common == Path(common.anchor)):
         out = "comparison" if several else place_of(ckpt[0]).with_name("report.json")
     request = replace(request, out=None if out is None else os.path.expanduser(out))
-    paths = [located(each) for each in ckpt]
     if request.out is not None:
         check_writable("out", Path(request.out), several=several)
         return paths, request
-    common = Path(os.path.commonpath([path.resolve().parent for path in paths]), "table.json")
-    for place in [*(path.with_name("report.json") for path in paths), *([common] if several else [])]:
+    for place in [*(path.with_name("report.json") for path in paths), *([common / "table.json"] if several else [])]:
         check_writable("out", place)
     return paths, request
 

@@ -13,6 +13,7 @@ from genmodels.evaluation.checkpoint import Request
     (["runs/a/best.ckpt", "runs/b/best.ckpt"], None, ["runs/a/report.json", "runs/b/report.json", "runs/table.json"]),
     (["link/best.ckpt"], None, ["link/report.json"]),
     (["a/best.ckpt"], "~/r.json", ["home/r.json"]),
+    (["/one/best.ckpt", "/two/best.ckpt"], None, ["comparison"]),
 ])  # fmt: skip
 def test_every_place_is_tried_before_the_work(ckpt, out, places, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -25,4 +26,5 @@ def test_every_place_is_tried_before_the_work(ckpt, out, places, tmp_path, monke
     monkeypatch.setattr(evaluate, "check_writable", lambda _key, place, **_: tried.append(place))
     _, request = evaluate.asked(ckpt, Request(out=out))
     assert [place.absolute().relative_to(tmp_path).as_posix() for place in tried] == places
-    assert request.out == (None if out is None else str(tmp_path / "home/r.json"))
+    given = "comparison" if "/one/best.ckpt" in ckpt else None
+    assert request.out == (given if out is None else str(tmp_path / "home/r.json"))
