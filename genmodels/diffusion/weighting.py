@@ -328,6 +328,31 @@ class CosMapTimes(AntitheticTimes):
         return 1 - 1 / (torch.tan(math.pi / 2 * u) + 1), weight
 
 
+class LogUniformTimes(AntitheticTimes):
+    """t = t_0^u, u uniform: log t uniform from log t_0 to 0, as often in every octave of the noise level.
+
+    Its density 1/(t log(1/t_0)) is the weight of the loss. Along the straight path an error d of the velocity costs the
+    bound int (1 - t)/t d^2 dt nats, nearly this weight: training then seeks the bound.
+
+    Arguments:
+        least: t_0; no times below it are drawn.
+
+    Example:
+        >>> t, _ = LogUniformTimes()(1000, torch.Generator().manual_seed(0))
+        >>> [round(float((t < bound).double().mean()), 2) for bound in (0.001, 0.01, 0.1)]
+        [0.0, 0.33, 0.67]
+    """
+
+    def __init__(self, *, least: float = 1e-3):
+        if not 0 < least < 1:
+            raise InputError(f"least = {least}: give a time between 0 and 1")
+        self.least = float(least)
+
+    def __call__(self, n: int, generator: Generator, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        u, weight = super().__call__(n, generator, rank, world)
+        return self.least**u, weight
+
+
 TIME_SAMPLERS: dict[str, type[TimeSampler]] = {
     "uniform": UniformTimes,
     "stratified": StratifiedTimes,
@@ -335,13 +360,16 @@ TIME_SAMPLERS: dict[str, type[TimeSampler]] = {
     "loss_aware": LossAwareTimes,
     "logit_normal": LogitNormalTimes,
     "cosmap": CosMapTimes,
+    "log_uniform": LogUniformTimes,
 }
 
-TimeSamplerName = Literal["uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap"]
+TimeSamplerName = Literal[
+    "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap", "log_uniform"
+]
 
 
 #: Samplers whose density is itself the weight of the loss: an average over their times is no bound.
-WEIGHTING_TIMES = (LogitNormalTimes, CosMapTimes)
+WEIGHTING_TIMES = (LogitNormalTimes, CosMapTimes, LogUniformTimes)
 
 
 def make_time_sampler(name: TimeSamplerName | TimeSampler, *, bound: bool = False) -> TimeSampler:

@@ -25,7 +25,7 @@ from genmodels.diffusion.weighting import WeightingName
 from genmodels.models.base import Loss
 from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
 
-TimesName = Literal["uniform", "stratified", "antithetic", "logit_normal", "cosmap"]
+TimesName = Literal["uniform", "stratified", "antithetic", "logit_normal", "cosmap", "log_uniform"]
 
 
 class FlowMapModel(DiffusionModel):

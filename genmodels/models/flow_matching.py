@@ -59,7 +59,8 @@ class FlowMatchingModel(DiffusionModel):
         sigma_min: noise that `linear` leaves at t = 0.
         coupling: how items are paired with noise: `independent`, or minibatch optimal transport, exact (`ot`) or
             entropic (`sinkhorn`, for batches of thousands); in a conditional model within each class.
-        time_sampler: how training draws its times: those of `DDPM`, `logit_normal` or `cosmap`.
+        time_sampler: how training draws its times: those of `DDPM`, `logit_normal`, `cosmap`, or for likelihood
+            `log_uniform`.
         reflow: a checkpoint of this family or of `DDPM`: train on pairs of noise and the sample to which its flow leads
             (Liu et al. 2023) instead of the data; their straighter paths need fewer steps.
         reflow_pairs: number of pairs, drawn again whenever training starts or resumes; classes in turn.
@@ -85,7 +86,7 @@ class FlowMatchingModel(DiffusionModel):
         sigma_min: float = 0.0,
         coupling: CouplingName = "independent",
         time_sampler: Literal[
-            "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap"
+            "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap", "log_uniform"
         ] = "antithetic",
         reflow: str | None = None,
         reflow_pairs: int = 4096,

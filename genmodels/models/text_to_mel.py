@@ -148,7 +148,7 @@ class MelFlowMatching(MelDiffusion):
         path: PathName = "linear",
         sigma_min: float = 0.0,
         time_sampler: Literal[
-            "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap"
+            "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap", "log_uniform"
         ] = "antithetic",
         **shared,
     ):

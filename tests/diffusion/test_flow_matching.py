@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
+from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     TIME_SAMPLERS,
@@ -20,6 +22,7 @@ from genmodels.diffusion import (
     velocity_of,
 )
 from genmodels.diffusion.bound import rate_term
+from genmodels.diffusion.weighting import LogUniformTimes
 
 
 def seeded(seed=0):
@@ -83,16 +86,43 @@ def test_the_exact_velocity_has_the_least_loss():
 # ---- times ----
 
 
-@pytest.mark.parametrize("name, density", [
+DENSITIES = [
     ("logit_normal", lambda t: torch.exp(-torch.logit(t).square() / 2) / ((2 * torch.pi) ** 0.5 * t * (1 - t))),
     ("cosmap", lambda t: 2 / (torch.pi * (1 - 2 * t + 2 * t * t))),
-])  # fmt: skip
-def test_times_have_their_density(name, density):
-    t, weight = TIME_SAMPLERS[name]()(20000, seeded())
+    ("log_uniform", lambda t: (t > 1e-3) / (t * math.log(1000))),
+]  # fmt: skip
+
+
+def has_density(sampler, density):
+    t, weight = sampler(20000, seeded())
     assert torch.equal(weight, torch.ones_like(t)) and float(t.min()) >= 0 and float(t.max()) <= 1
-    fine = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
+    fine = (torch.arange(200000, dtype=torch.float64) + 0.5) / 200000
     expected = density(fine).view(20, -1).mean(1) / 20
     assert (torch.histc(t, 20, 0, 1) / 20000 - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name, density", DENSITIES)
+def test_times_have_their_density(name, density):
+    has_density(TIME_SAMPLERS[name](), density)
+
+
+@pytest.mark.parametrize("name, density", DENSITIES)
+def test_other_times_have_another_density(name, density):
+    for other in TIME_SAMPLERS.keys() - {name, "loss_aware"}:
+        with pytest.raises(AssertionError):
+            has_density(TIME_SAMPLERS[other](), density)
+
+
+def test_the_bound_weights_velocities_as_log_uniform_times_do():
+    t = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
+    path, density = LinearPath(), dict(DENSITIES)["log_uniform"]
+    of_x0 = -path.log_snr_rate(t) * torch.exp(path.log_snr(t)) / 2  # nats for each squared error of x_0
+    assert torch.allclose(of_x0 * t.square(), (1 - t) * density(t) * math.log(1000))  # x_0 = x_t - t v
+
+
+@pytest.mark.parametrize("least", [0, 1, -1, math.nan])
+def test_the_least_time_is_one(least, refuses):
+    refuses(InputError, "give a time between 0 and 1", LogUniformTimes, least=least)
 
 
 # ---- couplings ----

@@ -39,6 +39,7 @@ def batch(n=6):
 @pytest.mark.parametrize("options", [
     {}, {"sigma_min": 0.01}, {"path": "cosine"}, {"path": "vp_linear"}, {"coupling": "ot"}, {"coupling": "sinkhorn"},
     {"time_sampler": "logit_normal"}, {"time_sampler": "cosmap"}, {"time_sampler": "loss_aware"},
+    {"time_sampler": "log_uniform"},
 ], ids=str)  # fmt: skip
 def test_losses_are_keyed_and_have_gradients(options):
     model = small(num_steps=1000, **options)
