@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from genmodels.core.errors import at_least, refusals
-from genmodels.core.files import check_writable
+from genmodels.core.files import check_writable, typed
 from genmodels.speech.corpus import VOICES, check_voice, corpus, default_sentences, sentences_of
 
 
@@ -44,4 +44,4 @@ def run(
     length = f"{minutes / 60:.2f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
     clips = f"{len(seconds):,} clip{'s' * (len(seconds) != 1)}"
     print(f"{clips} in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
-    print(f"train:    genmodels train experiment=glow_tts_corpus data.root={folder}")
+    print(f"train:    genmodels train experiment=glow_tts_corpus {typed('data.root', folder)}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import InputError, RunError, an, with_class
-from genmodels.core.files import check_writable, located, write_whole
+from genmodels.core.files import check_writable, located, typed, write_whole
 from genmodels.diffusion import Denoiser
 from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
 from genmodels.flows.flow import Flow
@@ -60,7 +60,7 @@ def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | fl
             raise InputError("ema is for .onnx and .pt2: a .safetensors holds all weights, leave it out")
         write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
         return [f"{header['parameters']:,} parameters with their configuration: {target}",
-                f"sample:   genmodels sample ckpt={target}"]
+                f"sample:   genmodels sample {typed('ckpt', target)}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
     lines = []

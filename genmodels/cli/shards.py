@@ -6,6 +6,7 @@ from pathlib import Path
 
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
+from genmodels.core.files import typed
 from genmodels.data.shard_writer import write_shards
 from genmodels.models.build import build
 
@@ -36,4 +37,4 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
     size = sum(one["bytes"] for one in record["shards"].values())
     counts = ", ".join(f"{count:,} {split}" for split, count in record["items"].items())
     print(f"{len(record['shards'])} shards in {folder}: {counts}, {size / 1e6:,.1f} MB")
-    print(f"train:    genmodels train data=shards data.root={folder}")
+    print(f"train:    genmodels train data=shards {typed('data.root', folder)}")

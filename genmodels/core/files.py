@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -253,6 +254,16 @@ def in_hydra(value) -> str:
     if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
         return value
     return quoted(value)
+
+
+def typed(key: str, value) -> str:
+    """A setting as one types it in a shell.
+
+    Example:
+        >>> print(typed("ckpt", "runs/a/best.ckpt"), typed("data.root", "my (old) data"))
+        ckpt=runs/a/best.ckpt 'data.root='"'"'my (old) data'"'"''
+    """
+    return shlex.quote(f"{key}={in_hydra(value)}")
 
 
 def check_writable(key: str, target: Path, *, several: bool = False) -> None:

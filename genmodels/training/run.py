@@ -22,7 +22,7 @@ from torch import nn
 
 from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError, terminal
-from genmodels.core.files import EXPORTED, in_hydra, new_folder, open_lock, write_text
+from genmodels.core.files import EXPORTED, new_folder, open_lock, typed, write_text
 from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.models.base import GenerativeModel
@@ -330,11 +330,11 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     lines[0] += "".join(f"; best.ckpt is of step {step}" for _, step in best_of(folder))
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
     trust = model.run_config.get("trust")
-    named = [f"ckpt={in_hydra(ckpt)}", *([f"trust=[{','.join(trust)}]"] if trust else [])]
-    made = f"sample:   {sample} {shlex.join(named)} {wanted}"
+    named = typed("ckpt", ckpt) + (f" {typed('trust', trust)}" if trust else "")
+    made = f"sample:   {sample} {named} {wanted}"
     if not model.generates:
-        made = f"sample:   genmodels transcribe {shlex.join(named)} a.wav"
-    return [*lines, made, f"evaluate: {evaluate} {shlex.join(named)}"]
+        made = f"sample:   genmodels transcribe {named} a.wav"
+    return [*lines, made, f"evaluate: {evaluate} {named}"]
 
 
 def best_of(folder: Path) -> list[tuple[str, str]]:
