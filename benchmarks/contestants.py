@@ -303,6 +303,8 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
     "flow_matching": (64, {
         "genmodels": lambda spec: at_our_rate(ours(FlowMatchingModel(spec, **DIFFUSION))),
         "genmodels, its preset": lambda spec: at_our_rate(ours(FlowMatchingModel(spec, **PRESET))),
+        "genmodels, log-uniform times": lambda spec: at_our_rate(
+            ours(FlowMatchingModel(spec, **PRESET, time_sampler="log_uniform"))),
         "torchcfm": torchcfm_flow_matching,
         "torchcfm, our rate": lambda spec: at_our_rate(torchcfm_flow_matching(spec))}),
     "score_matching": (100, {

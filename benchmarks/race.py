@@ -114,7 +114,7 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
             group["lr"] = rate * min(1.0, (step + 1) / contestant.warmup)
             if contestant.decay:
                 group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * spent / given.seconds)
-        loss = contestant.loss(batch, KeyedGenerator(given.seed, index, "train"))
+        loss = contestant.loss(batch, KeyedGenerator(given.seed, index, "train", step))
         contestant.optimizer.zero_grad()
         finite = bool(torch.isfinite(loss))
         if finite:  # others are left out, as in the example of normflows
