@@ -154,7 +154,10 @@ def make_weighting(name: WeightingName | Weighting) -> Weighting:
 
 
 def systematic(n: int, generator: Generator, rank: int, world: int) -> Tensor:
-    """(n,) float64 draws (U + j/B) mod 1: one U for the global batch of B rows, j the position of a row in it."""
+    """(n,) float64 draws (U + j/B) mod 1: one U for the global batch of B rows, j the position of a row in it.
+
+    Of a keyed generator U depends on the step and not on the rows: in training each step needs a generator of its own.
+    """
     shared = draw_shared(1, generator, dtype=torch.float64).cpu()
     return (shared + positions(n, rank, world) / (n * world)) % 1.0
 
