@@ -10,8 +10,8 @@ budget is CPU seconds of training: batches, noise, loss, backward, optimiser, bu
 and evaluation. After each turn the negative log-likelihood of test items is taken, and the Frechet distance
 of as many samples as test items in our features. A race that was stopped goes on where it was.
 
-Parameters must agree within 5 %. Our diffusion runs twice, with the plain network and as in our preset or, in the race
-of DDPM, as for likelihood; its peers run as in their example and at our rate (the same warm-up, decay and clipping).
+Parameters must agree within 5 %. Our diffusion runs with the plain network, as in our preset (flow matching) and as for
+likelihood; its peers run as in their example and at our rate (the same warm-up, decay and clipping).
 Peers' flows run on pixels in [0, 1], as in their examples, and once on the logits that ours take.
 Flows have Adam at 1e-3 throughout, those of RealNVP gradients of norm 1 at most, without which ours loses in a step
 what it learned in minutes. A peer's flow gives log p(v) of v = (x + u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim,
