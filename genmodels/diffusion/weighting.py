@@ -335,7 +335,7 @@ class LogUniformTimes(AntitheticTimes):
     """t = t_0^u, u uniform: log t uniform from log t_0 to 0, as often in every octave of the noise level.
 
     Its density 1/(t log(1/t_0)) is the weight of the loss. Along the straight path an error d of the velocity costs the
-    bound int (1 - t)/t d^2 dt nats, nearly this weight: training then seeks the bound.
+    ELBO int (1 - t)/t d^2 dt nats, nearly this weight.
 
     Arguments:
         least: t_0; no times below it are drawn.

@@ -1,0 +1,61 @@
+"""The races of `benchmarks/race.py`: what they give to the contestants."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
+
+SIZE = 4
+
+
+@pytest.fixture
+def race(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    threads = torch.get_num_threads()
+    yield __import__("race")
+    torch.set_num_threads(threads)  # of which a turn takes one
+    for name in ("race", "contestants", "uci_energy"):
+        sys.modules.pop(name, None)
+
+
+def noise_of_a_turn(race, monkeypatch, tmp_path):
+    """For every step of a turn what its rows share, and what is their own."""
+    seen, items = [], Batch(torch.zeros(9, 1), None, index=torch.arange(9))
+
+    def contestant(spec):
+        model = nn.Linear(1, 1)
+
+        def loss(batch, key):
+            seen.append((float(key.shared_uniform()), *key.uniform((SIZE,)).tolist()))
+            return model(batch.x).square().mean()
+
+        return race.Contestant(model, torch.optim.SGD(model.parameters(), 0.1), loss, bits=None)
+
+    monkeypatch.setitem(race.RACES, "race", (SIZE, {"ours": contestant}))
+    monkeypatch.setattr(race, "prepared", lambda *_: (DataSpec("table", (1,)), items, items))
+    monkeypatch.setattr(race, "evaluated", lambda *_: {})
+    monkeypatch.setattr(race, "time", SimpleNamespace(process_time=itertools.count().__next__))  # a second for a step
+    given = argparse.Namespace(seconds=40.0, data="x", items=2, terms=1, samples=2, seed=0)
+    race.turn(given, "race", "ours", tmp_path / "ours.json")
+    return seen
+
+
+def test_every_step_has_noise_of_its_own(race, monkeypatch, tmp_path):
+    drawn = [value for step in noise_of_a_turn(race, monkeypatch, tmp_path) for value in step]
+    assert len(drawn) == 9 * (SIZE + 1) and len(set(drawn)) == len(drawn)
+
+
+def test_noise_without_a_step_is_found(race, monkeypatch, tmp_path):
+    monkeypatch.setattr(race, "KeyedGenerator", lambda seed, index, stream, step=0: KeyedGenerator(seed, index, stream))
+    shared = [step[0] for step in noise_of_a_turn(race, monkeypatch, tmp_path)]
+    assert len(shared) == 9 and len(set(shared)) == 1
