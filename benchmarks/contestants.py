@@ -47,10 +47,10 @@ class Contestant:
     density: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
-def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
+def ours(model: GenerativeModel, theirs: nn.Module | None = None, sampler: str | None = None) -> Contestant:
     """A model of genmodels: a flow by one dequantisation, diffusion by `terms` of the bound an item and 50 steps.
 
-    `theirs` has the weights where the network is a peer's.
+    `theirs` has the weights where the network is a peer's, `sampler` replaces the default of diffusion.
     """
     diffusion = hasattr(model, "elbo")
 
@@ -63,7 +63,7 @@ def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
         lambda batch, key: model.loss(batch, key).value,
         lambda batch, terms: -model.log_likelihood(batch, **({"draws": terms} if diffusion else {})).nats
         / (model.spec.dims * math.log(2)),
-        lambda n, start: model.sample(n, start=start, **({"steps": 50} if diffusion else {})).x,
+        lambda n, start: model.sample(n, start=start, **({"steps": 50, "sampler": sampler} if diffusion else {})).x,
         model.initialize, after,
     )
 
@@ -170,26 +170,31 @@ class AtLogSNR(nn.Module):
 
 
 def by_step(network: Callable, schedule: DiscreteSchedule) -> AtLogSNR:
-    """A network that takes the number of the step, 0 to T - 1, of a table of betas."""
+    """A network that takes the number of the step, 0 to T - 1 and between, of a table of betas."""
     steps = schedule.num_steps
-    return AtLogSNR(lambda x, log_snr: network(x, (schedule.time_of(log_snr) * steps - 1).round().long().clamp(min=0)))
+    return AtLogSNR(lambda x, log_snr: network(x, (schedule.time_of(log_snr) * steps - 1).clamp(min=0).to(x.dtype)))
 
 
-def in_place_of_ours(model: GenerativeModel, theirs: nn.Module, optimizer, loss: Callable, **options) -> Contestant:
+def in_place_of_ours(
+    model: GenerativeModel, theirs: nn.Module, optimizer, loss: Callable, sampler: str | None = None, **options
+) -> Contestant:
     """A peer's network and its loss of pixels in [-1, 1], evaluated and sampled by our model around that network."""
-    by_us = ours(model, theirs)
+    by_us = ours(model, theirs, sampler)
     return Contestant(theirs, optimizer, lambda batch, key: loss(model.encode(batch.x)),
                       in_evaluation(theirs, by_us.bits), in_evaluation(theirs, by_us.draw), **options)  # fmt: skip
 
 
-def lucidrains_ddpm(spec: DataSpec) -> Contestant:
-    """denoising-diffusion-pytorch with its defaults, and the optimiser, clipping and averages of its trainer."""
+def lucidrains_ddpm(spec: DataSpec, **averages) -> Contestant:
+    """denoising-diffusion-pytorch with its defaults, and the optimiser, clipping and averages of its trainer.
+
+    `averages` replaces options of these; as they are, they are 200 steps old after 400.
+    """
     from denoising_diffusion_pytorch import GaussianDiffusion, Unet
     from ema_pytorch import EMA
 
     unet = Unet(dim=28, dim_mults=(1, 2, 2), channels=1, full_attn=(False, False, True))
     theirs = GaussianDiffusion(unet, image_size=spec.event_shape[-1], timesteps=1000)
-    average = EMA(theirs, beta=0.995, update_every=10)
+    average = EMA(theirs, **{"beta": 0.995, "update_every": 10, **averages})
     schedule = DiscreteSchedule(theirs.betas.double())
     model = DDPM(spec, net=by_step(average.ema_model.model, schedule), class_conditional=False, ema_decay=0.0)
     model.core.schedule = schedule
@@ -199,7 +204,10 @@ def lucidrains_ddpm(spec: DataSpec) -> Contestant:
 
 
 def diffusers_ddpm(spec: DataSpec) -> Contestant:
-    """UNet2DModel with the loss, optimiser, clipping, warm-up and decay of the training example of diffusers."""
+    """UNet2DModel with the loss, optimiser, clipping, warm-up and decay of the training example of diffusers.
+
+    Its samples are by `ddpm`, since by `dpmpp_2m` those of a network that predicts the noise keep some of it.
+    """
     from diffusers import DDPMScheduler, UNet2DModel
 
     unet = UNet2DModel(
@@ -218,8 +226,8 @@ def diffusers_ddpm(spec: DataSpec) -> Contestant:
 
     model = DDPM(spec, schedule="linear", parameterisation="eps", class_conditional=False, ema_decay=0.0,
                  net=by_step(network, DiscreteSchedule(scheduler.betas.double())))  # fmt: skip
-    return in_place_of_ours(model, unet, torch.optim.AdamW(unet.parameters(), lr=1e-4), loss, clip=1.0, warmup=500,
-                            decay=True)  # fmt: skip
+    return in_place_of_ours(model, unet, torch.optim.AdamW(unet.parameters(), lr=1e-4), loss, "ddpm", clip=1.0,
+                            warmup=500, decay=True)  # fmt: skip
 
 
 def torchcfm_flow_matching(spec: DataSpec) -> Contestant:
@@ -297,7 +305,8 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
         "genmodels": lambda spec: at_our_rate(ours(DDPM(spec, **DIFFUSION))),
         "genmodels, for likelihood": lambda spec: at_our_rate(ours(DDPM(spec, **BOUND)), 2e-3),
         "denoising-diffusion-pytorch": lucidrains_ddpm,
-        "denoising-diffusion-pytorch, our rate": lambda spec: at_our_rate(lucidrains_ddpm(spec)),
+        "denoising-diffusion-pytorch, our rate": lambda spec: at_our_rate(
+            lucidrains_ddpm(spec, beta=0.999, update_every=1, update_after_step=0)),
         "diffusers": diffusers_ddpm,
         "diffusers, our rate": lambda spec: at_our_rate(diffusers_ddpm(spec))}),
     "flow_matching": (64, {
