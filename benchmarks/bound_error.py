@@ -3,11 +3,11 @@
     python benchmarks/bound_error.py CKPT [--draws 1 2 4 8 16] [--items 359] [--seeds 8] [--whole] [--steps 5 10 20 50]
 
 Each row evaluates the same test items with K terms, one drawn from each of K strata, twice over. `se` is the standard
-error that one such evaluation states for its mean (of the draws alone), `spread` the standard deviation of the mean
-over seeds, which is what `se` has to be, and `error` the difference of their mean from all terms (--whole).
-With --steps the bound of an ancestral sampler of so many steps, all terms, stands before them: what fewer steps cost.
-Beneath stands the slope of log se against log K: -1/2 is that of independent terms, strata do better. Bits/dim for
-integers, nats otherwise. Nothing is asserted.
+error that one such evaluation states for its mean (of the terms alone), `spread` the standard deviation of the mean
+over seeds, which also has the noise of the reconstruction, and `error` the difference of their mean from all terms
+(--whole). With --steps the bound of an ancestral sampler of so many steps, all terms, stands before them: what fewer
+steps cost. Beneath stands the slope of log se against log K, for K below all terms: -1/2 is that of independent terms,
+strata do better. Bits/dim for integers, nats otherwise. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def main() -> None:
             line += f"  error {statistics.fmean(values) - truth:+.4f}"
         seconds = statistics.median(taken for _, _, taken in rows)
         print(f"{line}  {items} items in {seconds:.1f} s, {items * draws * 2 / seconds:.0f} terms/s", flush=True)
-    if len(given.draws) > 1:
-        print(f"slope of log se against log K: {slope(given.draws, errors):.2f}")
+    drawn = [(draws, error) for draws, error in zip(given.draws, errors, strict=True) if error > 0]
+    if len(drawn) > 1:
+        print(f"slope of log se against log K: {slope(*map(list, zip(*drawn, strict=True))):.2f}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +36,12 @@ def train(folder: Path, name: str, seed: int, given: argparse.Namespace) -> floa
     """Train, or go on with what was begun, unless that has been done; seconds of CPU time."""
     from genmodels.cli.main import main
     from genmodels.core.checkpoint import read_header
+    from genmodels.training.run import training_time
 
     last = folder / "last.ckpt"
     begun = last.exists()
     if begun and read_header(last)["finished"]:
-        return float("nan")
-    start = time.process_time()
+        return training_time(folder, "cpu_seconds")
     code = main([
         "train", "model=ddpm", f"data={given.data}", *OBJECTIVES[name], f"seed={seed}", f"run_dir={folder}",
         f"trainer.max_steps={given.steps}", f"trainer.validate_every_n_steps={given.steps}", "logger=csv",
@@ -51,7 +50,7 @@ def train(folder: Path, name: str, seed: int, given: argparse.Namespace) -> floa
     ])  # fmt: skip
     if code:
         raise SystemExit(code)
-    return time.process_time() - start
+    return training_time(folder, "cpu_seconds")
 
 
 def pixels(batches: list) -> np.ndarray:
@@ -113,6 +112,12 @@ def main() -> None:
     log = given.out / f"{given.data}.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
     known = {(row["objective"], row["seed"]): row for row in map(json.loads, lines)}
+    settings = {key: getattr(given, key) for key in ("steps", "draws", "items", "samples", "options")}
+    kept = given.out / f"{given.data}-settings.json"
+    if kept.exists() and json.loads(kept.read_text()) != settings:
+        raise SystemExit(f"{given.out} has runs of other settings, give another --out: {kept.read_text()}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(settings))
     results: dict[str, list[dict]] = {name: [] for name in given.objectives}
     for seed in range(given.seeds):
         for name in given.objectives:

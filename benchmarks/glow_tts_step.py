@@ -73,10 +73,11 @@ def ours(tokens: torch.Tensor, mel: torch.Tensor):
     model = GlowTTS(TextEncoder(SYMBOLS), mel_decoder(), DurationPredictor(192)).train()
     model.decoder.initialize(mel)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    text_mask, mask = (torch.ones(len(x), 1, x.shape[-1], dtype=torch.bool) for x in (tokens, mel))  # as theirs has
 
     def step() -> float:
         optimizer.zero_grad()
-        nll, duration = model.loss(model.align(mel, tokens), None, None)
+        nll, duration = model.loss(model.align(mel, tokens, mask, text_mask), mask, text_mask)
         loss = (nll + duration).mean()
         loss.backward()
         optimizer.step()

@@ -126,12 +126,9 @@ def main() -> None:
         for memory, flow in flows.items():
             work = backward_step(flow, x)
             work()
-            gradients = sum(p.numel() * p.element_size() for p in flow.parameters())
             for p in flow.parameters():
                 p.grad = None
-            peak = peak_bytes(work)
-            without = (peak - gradients) / 2**20
-            print(f"  {memory:8s} peak {peak / 2**20:8.2f} MiB, without gradients {without:8.2f} MiB")
+            print(f"  {memory:8s} peak {peak_bytes(work) / 2**20:8.2f} MiB")
         timing = interleaved({m: training_step(f, x) for m, f in flows.items()}, arguments.repeats, warm_up=1)
         print("  " + timing.summary("inverse", "store"))
 

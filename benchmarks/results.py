@@ -133,18 +133,20 @@ def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
                 train(folder, [*words, *where], seed)
             folders.append(folder / "best.ckpt")
         table = given.out / name / f"table-{seed}"
-        if not is_whole(table / "table.json", folders):
+        if not is_whole(table / "table.json", folders, EVALUATION[name]):
             start = time.monotonic()
             listed = ",".join(map(str, folders))
             run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *EVALUATION[name]])
+            (table / "words.json").write_text(json.dumps(EVALUATION[name]))
             print(f"{name}, seed {seed}: evaluated in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def is_whole(table: Path, checkpoints: list[Path]) -> bool:
-    """Whether a table is there and is that of these checkpoints."""
+def is_whole(table: Path, checkpoints: list[Path], words: list[str]) -> bool:
+    """Whether a table is there and is that of these checkpoints, evaluated by these words."""
     from genmodels.core.checkpoint import checkpoint_hash
 
-    if not table.exists():
+    said = table.with_name("words.json")
+    if not table.exists() or not said.exists() or json.loads(said.read_text()) != words:
         return False
     known = [model["checkpoint"]["sha256"] for model in json.loads(table.read_text())["models"]]
     return known == [checkpoint_hash(file) for file in checkpoints]

@@ -2,11 +2,11 @@
 
     python benchmarks/sampler_table.py CKPT [--n 2000] [--rows ddpm:1000 ddim:20 dpmpp_2m:20 ...] [--keep FOLDER]
 
-Every row draws the same n samples of seed 0, each class in turn, and compares them with the training split: the
-Fréchet distance between features of the classifier that `evaluate` uses too, precision, recall, and the share of
-samples that this classifier reads as the class they were asked for. Fréchet distances of other n or other features do
-not compare. The first line gives the held-out items themselves as a scale. With --keep the samples are written to a
-folder in parts, and a run that was stopped goes on from there. Nothing is asserted.
+Every row draws the same n samples of seed 0, each class in turn, and compares them with the training split: the Fréchet
+distance between features of the classifier that `evaluate` uses too, precision, recall, and the share of samples that
+this classifier reads as the class they were asked for. Fréchet distances of other n or other features do not compare.
+The first line gives as many held-out items as a scale, or all where they are fewer. With --keep the samples are written
+to a folder in parts, and a run that was stopped goes on from there. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.features import FeatureNetwork, Items, network_for
 from genmodels.evaluation.fidelity import frechet_distance, precision_recall
@@ -50,12 +51,13 @@ def drawn(model, row: str, n: int, part: int, keep: Path | None) -> tuple[torch.
     }
     xs, classes, seconds, calls = [], [], 0.0, 0
     for first in range(0, n, part):
-        place = keep / f"{row.replace(':', '-')}-{first}-{part}.pt" if keep else None
+        count = min(part, n - first)
+        place = keep / f"{row.replace(':', '-')}-{first}-{count}.pt" if keep else None
         if place is not None and place.is_file():
             found = torch.load(place, weights_only=True)
         else:
             began = time.perf_counter()
-            options = SamplingOptions(n=min(part, n - first), start=first, **chosen)
+            options = SamplingOptions(n=count, start=first, **chosen)
             samples = draw(model, options, batch_size=part, progress=False)
             found = {"x": samples.x, "cond": samples.cond, "seconds": time.perf_counter() - began,
                      "calls": samples.made["evaluations"]}  # fmt: skip
@@ -91,11 +93,13 @@ def main() -> None:
     items = items_of(header)
     network = network_for(items)
     real = network(items.train)
-    scale = evaluated(network, real, items.test, items.test_labels)
+    test, labels = items.test[: arguments.n], items.test_labels[: arguments.n]
     facts = {"n": arguments.n, "network": network.described(), "step": header["step"]}
-    print(json.dumps(facts | {"test split": {"n": len(items.test)} | scale}), flush=True)
+    scale = {"n": len(test)} | evaluated(network, real, test, labels)
+    print(json.dumps(facts | {"test split": scale}), flush=True)
+    keep = arguments.keep and arguments.keep / checkpoint_hash(arguments.checkpoint)[:12]
     for row in arguments.rows:
-        x, classes, seconds, calls = drawn(model, row, arguments.n, arguments.part, arguments.keep)
+        x, classes, seconds, calls = drawn(model, row, arguments.n, arguments.part, keep)
         figures = evaluated(network, real, x, classes)
         line = {"row": row, "calls": calls, "ms per image": 1000 * seconds / len(x)} | figures
         print(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in line.items()}), flush=True)

@@ -45,6 +45,7 @@ from genmodels.training.dashboards import PEAKS, forward_flops
 ROOT = Path(__file__).resolve().parents[1]
 SPECS = {
     "digits": DataSpec("digits", (1, 8, 8), levels=17, num_classes=10),
+    "fashion_mnist": DataSpec("fashion_mnist", (1, 28, 28), levels=256, num_classes=10),
     "mnist": DataSpec("mnist", (1, 28, 28), levels=256, num_classes=10),
     "cifar10": DataSpec("cifar10", (3, 32, 32), levels=256, num_classes=10),
 }
@@ -76,7 +77,7 @@ class Cost:
 
 def cost_of(preset: str, measure: bool) -> Cost:
     """What a preset's step takes, on random data of its shape."""
-    model_name, _, data = preset.rpartition("_")
+    model_name, data = parts(preset)
     with composer("train") as hydra:
         config = hydra.compose([preset] if "=" in preset else [f"model={model_name}", f"data={data}"])
     spec, size = SPECS[data], config["data"].get("batch_size", 128)
@@ -111,6 +112,19 @@ def seconds_of_a_step(model, batch: Batch) -> float:
     return median(times[5 if gpu else 1 :])
 
 
+def parts(preset: str) -> tuple[str, str]:
+    """Its model and its data.
+
+    Example:
+        >>> parts("score_fashion_mnist")
+        ('score', 'fashion_mnist')
+    """
+    data = next((name for name in SPECS if preset.endswith(f"_{name}")), None)
+    if data is None:
+        raise SystemExit(f"{preset}: its name has to end with its data, one of {', '.join(SPECS)}")
+    return preset.removesuffix(f"_{data}"), data
+
+
 def efficiency(step: float, size: int, gpus: int, bandwidth: float, latency: float, overlap: float) -> float:
     """Speed-up over one process, divided by the number of processes.
 
@@ -124,7 +138,7 @@ def efficiency(step: float, size: int, gpus: int, bandwidth: float, latency: flo
 
 def items_per_second(preset: str, processes: int, batch: int, steps: int) -> float:
     """What a run of train.py says of its speed, on CPU cores."""
-    model, _, data = preset.rpartition("_")
+    model, data = parts(preset)
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         root = [] if data == "digits" else [f"data.root={os.environ.get('DATA_ROOT', 'data')}"]
@@ -148,8 +162,8 @@ def scaling_here(presets: list[str], numbers: list[int], steps: int, rounds: int
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for preset in presets:
         with composer("train") as hydra:
-            config = hydra.compose([f"{key}={name}" for key, name in zip(
-                ("model", "data"), preset.rsplit("_", 1), strict=True)])
+            model, data = parts(preset)
+            config = hydra.compose([f"model={model}", f"data={data}"])
         batch = config["data"]["batch_size"]
         cases = [(n, size) for n in numbers for size in sorted({batch, batch * n // numbers[0]})]
         rates: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
@@ -175,6 +189,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each number of processes")
     asked = parser.parse_args()
     if asked.processes:
+        if named := [preset for preset in asked.presets if "=" in preset]:
+            parser.error(f"--processes trains presets such as ddpm_mnist, not {named[0]}")
         scaling_here(asked.presets, asked.processes, asked.steps, asked.rounds)
         return
     if asked.milliseconds and (asked.measure or len(asked.milliseconds) != len(asked.presets)):

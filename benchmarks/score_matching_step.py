@@ -136,7 +136,7 @@ def measure(name: str, make: Make, shape: tuple[int, ...], repeats: int, exact: 
         few = x[: max(1, len(x) // 10)] if x[0].numel() > 100 else x
         loss = ExactScoreMatching(chunk=8)
         contestants = {"plain": step(lambda: model.energy(few).mean()), "exact": step(lambda: loss(model, few).mean())}
-        found = interleaved(contestants, 1 if x[0].numel() > 10 else repeats, warm_up=0, clock=clock)
+        found = interleaved(contestants, repeats, clock=clock)
         ratio = median(found.ratios("exact", "plain"))
         print(f"  {'exact':34s} {ratio:5.0f}x  (batch {len(few)})")
     return timing.median("sliced, jet")

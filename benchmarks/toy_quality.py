@@ -2,7 +2,7 @@
 
     python benchmarks/toy_quality.py runs/energy-toy/<time>/best.ckpt [more.ckpt ...] [--samples 2000] [--sets 10]
 
-KL is the mean of log p - log q over the model's own test split, log q with its log Z by quadrature, where the model has
+KL is the mean of log p - log q over 10,000 fresh points, log q with its log Z by quadrature, where the model has
 a likelihood. The maximum mean discrepancy is the root of |mean k(x, .) - mean k(y, .)|^2 with a Gaussian kernel as wide
 as 0.3 standard deviations of the data; it is computed between samples and each of `--sets` fresh sets of draws, and
 between pairs of such sets.

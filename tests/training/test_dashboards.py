@@ -344,7 +344,7 @@ def test_whole_steps_alone_count(monkeypatch, events, steps):
 
 def test_the_line(monkeypatch):
     speed = timed(monkeypatch, "sssss")
-    assert speed.line(speed.trainer) == "speed:    12 items/s, 25.0 % of it waiting for data, 36 GFLOP/s"
+    assert speed.line(speed.trainer) == "speed:    12.00 items/s, 25.0 % of it waiting for data, 36 GFLOP/s"
     assert timed(monkeypatch, "ss").line(speed.trainer) is None
     monkeypatch.setattr(dashboards, "peak_of", lambda device: 36e9)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
