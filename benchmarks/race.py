@@ -6,9 +6,10 @@
     python benchmarks/race.py score_matching --seconds 60 --root ~/uci --data winequality-white.csv
 
 The contestants of a race take turns, each in a process of its own: to 25 % of the budget, to 50 %, to the end. The
-budget is CPU seconds of training: batches, noise, loss, backward, optimiser, building and initialisation, not imports
-and evaluation. After each turn the negative log-likelihood of test items is taken, and the Frechet distance
-of as many samples as test items in our features. A race that was stopped goes on where it was.
+budget is CPU seconds of training, a step of each counted with its median time (batch, noise, loss, backward, optimiser)
+in rounds in which all of them do a step in turn, before the race: what else a machine does would otherwise favour some.
+Those times are kept, for other machines too. After each turn the negative log-likelihood of test items is taken, and
+the Frechet distance of as many samples as test items in our features. A race that was stopped goes on where it was.
 
 Parameters must agree within 5 %. Our diffusion runs with the plain network, as in our preset (flow matching) and as for
 likelihood; its peers run as in their example and at our rate (the same warm-up, decay and clipping).
@@ -53,7 +54,6 @@ from genmodels.evaluation.table import measured
 DATA = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 SHARES = (0.25, 0.5, 1.0)
 FLOWS = ("glow", "realnvp")  # whose loss is in bits/dim
-MISSING = 77  # the exit code of a turn whose package is not installed
 
 
 def density_error(build: Callable[[DataSpec], Contestant]) -> float:
@@ -85,10 +85,58 @@ def prepared(given: argparse.Namespace, size: int) -> tuple[DataSpec, Batch, Bat
     return DataSpec("table", tuple(train.x.shape[1:])), train, test
 
 
+def advance(contestant: Contestant, train: Batch, size: int, step: int, seed: int) -> float | None:
+    """One step of training; its loss, or None where loss or gradient are not finite and the step is left out."""
+    index = torch.arange(size) + step * size
+    chosen = (KeyedGenerator(seed, index, "race").uniform((size,)) * len(train.x)).long()
+    batch = train.rows(chosen)
+    if step == 0:
+        contestant.begin(batch)
+    loss = contestant.loss(batch, KeyedGenerator(seed, index, "train", step))
+    contestant.optimizer.zero_grad()
+    finite = bool(torch.isfinite(loss))
+    if finite:  # others are left out, as in the example of normflows
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in contestant.model.parameters() if p.grad is not None])
+        finite = bool(torch.isfinite(norm))
+    if finite:
+        nn.utils.clip_grads_with_norm_(contestant.model.parameters(), contestant.clip, norm)
+        contestant.optimizer.step()
+    contestant.after(step)
+    return float(loss.detach()) if finite else None
+
+
+def step_seconds(given: argparse.Namespace, race: str) -> dict[str, float]:
+    """The median CPU seconds of a step of each contestant that is installed, in rounds of a step of each."""
+    file = given.out / f"{race}-steps.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    torch.set_num_threads(1)
+    size, contestants = RACES[race]
+    spec, train, _ = prepared(given, size)
+    built, times = {}, {}
+    for name, build in contestants.items():
+        try:
+            built[name], times[name] = build(spec), []
+        except ImportError as missing:
+            print(f"{race}: {name} is left out, {missing.name} is not installed", flush=True)
+    began, rounds = time.process_time(), 0
+    while rounds < 10 or (rounds < 200 and time.process_time() - began < 20):
+        for name, contestant in built.items():
+            start = time.process_time()
+            advance(contestant, train, size, rounds, given.seed)
+            times[name].append(time.process_time() - start)
+        rounds += 1
+    found = {name: statistics.median(values[1:]) for name, values in times.items()}
+    write_text(file, json.dumps(found))
+    return found
+
+
 def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
     """Train one contestant to its next mark and evaluate it there; `file` holds what is known of it."""
     torch.set_num_threads(1)
     size, contestants = RACES[race]
+    seconds = step_seconds(given, race)[name]
     spec, train, test = prepared(given, size)
     state = torch.load(file.with_suffix(".pt"), weights_only=True) if file.exists() else None
     new = {"settings": settings(given), "curve": [], "marks": [], "skipped": 0}
@@ -97,43 +145,25 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
     if len(known["marks"]) == len(SHARES):  # killed between the two files
         write_text(file, state["known"])
         return
-    contestants[name](spec)  # imports, which do not count
     torch.manual_seed(given.seed)
-    began = time.process_time()
     contestant = contestants[name](spec)
-    spent = known["curve"][-1][0] if step else time.process_time() - began
     if state:
         contestant.model.load_state_dict(state["model"])
         contestant.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["noise"])
     rates = [group.setdefault("full", group["lr"]) for group in contestant.optimizer.param_groups]
-    while spent < SHARES[len(known["marks"])] * given.seconds:
-        began = time.process_time()
-        index = torch.arange(size) + step * size
-        chosen = (KeyedGenerator(given.seed, index, "race").uniform((size,)) * len(train.x)).long()
-        batch = train.rows(chosen)
-        if step == 0:
-            contestant.begin(batch)
+    steps = {share: max(1, round(share * given.seconds / seconds)) for share in SHARES}
+    while step < steps[SHARES[len(known["marks"])]]:
         for group, rate in zip(contestant.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, (step + 1) / contestant.warmup)
             if contestant.decay:
-                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * spent / given.seconds)
-        loss = contestant.loss(batch, KeyedGenerator(given.seed, index, "train", step))
-        contestant.optimizer.zero_grad()
-        finite = bool(torch.isfinite(loss))
-        if finite:  # others are left out, as in the example of normflows
-            loss.backward()
-            size_of_gradient = nn.utils.get_total_norm([p.grad for p in contestant.model.parameters()
-                                                        if p.grad is not None])  # fmt: skip
-            finite = bool(torch.isfinite(size_of_gradient))
-        if finite:
-            nn.utils.clip_grads_with_norm_(contestant.model.parameters(), contestant.clip, size_of_gradient)
-            contestant.optimizer.step()
-        contestant.after(step)
-        spent, step = spent + time.process_time() - began, step + 1
-        known["skipped"] += not finite
-        known["curve"].append([round(spent, 3), float(loss.detach()) if finite else None])
-    known["marks"].append({"seconds": spent, "steps": step, **evaluated(contestant, spec, train, test, given)})
+                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * step / steps[1.0])
+        loss = advance(contestant, train, size, step, given.seed)
+        step += 1
+        known["skipped"] += loss is None
+        known["curve"].append([round(step * seconds, 3), loss])
+    mark = {"seconds": step * seconds, "steps": step, **evaluated(contestant, spec, train, test, given)}
+    known["marks"].append(mark)
     known["parameters"] = sum(p.numel() for group in contestant.optimizer.param_groups for p in group["params"])
     known["marks"][-1]["skipped"] = known["skipped"]
     state = {"model": contestant.model.state_dict(), "optimizer": contestant.optimizer.state_dict(),
@@ -160,29 +190,26 @@ def evaluated(contestant: Contestant, spec: DataSpec, train: Batch, test: Batch,
 def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
     """All turns that are not done, each in a process of its own; what is known of each contestant at the end."""
     found: dict[str, dict] = {}
+    installed = step_seconds(given, race)
     for number in range(len(SHARES)):
-        for name, build in RACES[race][1].items():
+        for name in installed:
+            build = RACES[race][1][name]
             file = given.out / f"{race}-{name.replace(', ', '-').replace(' ', '-')}.json"
             before = json.loads(file.read_text()) if file.exists() else {"marks": [], "settings": settings(given)}
             if before["settings"] != settings(given):
                 raise InputError(f"{file} is of another race, give another --out: {before['settings']}")
             marks = before["marks"]
+            if not marks and name != "genmodels" and race in FLOWS:
+                error = density_error(build)
+                print(f"{race}: log p of {name} is wrong by {error:.1e} nats", flush=True)
+                if not error < 1e-6:
+                    raise InputError(f"{race}: log p of {name} is wrong, and its figures would be")
             try:
-                if not marks and name != "genmodels" and race in FLOWS:
-                    error = density_error(build)
-                    print(f"{race}: log p of {name} is wrong by {error:.1e} nats", flush=True)
-                    if not error < 1e-6:
-                        raise InputError(f"{race}: log p of {name} is wrong, and its figures would be")
                 if len(marks) <= number:
                     words = [f"--{key}={getattr(given, key)}" for key in KEPT]
                     command = [sys.executable, __file__, race, "--turn", name, "--file", str(file), *words]
                     subprocess.run(command, check=True)
-            except ImportError as missing:
-                print(f"{race}: {name} is left out, {missing.name} is not installed", flush=True)
-                continue
             except subprocess.CalledProcessError as failed:
-                if failed.returncode == MISSING:
-                    continue
                 if failed.returncode in (130, -signal.SIGINT):
                     raise KeyboardInterrupt from None
                 raise SystemExit(f"{race}: {name} ended with exit code {failed.returncode}") from None
@@ -269,11 +296,7 @@ def main() -> None:
                      f"{given.seconds:g}, {given.items}, {given.samples} and {given.terms}")
     given.out.mkdir(parents=True, exist_ok=True)
     if given.turn is not None:
-        try:
-            turn(given, given.races[0], given.turn, given.file)
-        except ImportError as missing:
-            print(f"{given.races[0]}: {given.turn} is left out, {missing.name} is not installed", flush=True)
-            sys.exit(MISSING)
+        turn(given, given.races[0], given.turn, given.file)
         return
     for race in given.races:
         if (race == "score_matching") == (given.data in DATA):

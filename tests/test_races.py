@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,8 +42,8 @@ def noise_of_a_turn(race, monkeypatch, tmp_path):
     monkeypatch.setitem(race.RACES, "race", (SIZE, {"ours": contestant}))
     monkeypatch.setattr(race, "prepared", lambda *_: (DataSpec("table", (1,)), items, items))
     monkeypatch.setattr(race, "evaluated", lambda *_: {})
-    monkeypatch.setattr(race, "time", SimpleNamespace(process_time=itertools.count().__next__))  # a second for a step
-    given = argparse.Namespace(seconds=40.0, data="x", items=2, terms=1, samples=2, seed=0)
+    (tmp_path / "race-steps.json").write_text('{"ours": 2.0}')  # seconds of a step
+    given = argparse.Namespace(seconds=72.0, data="x", items=2, terms=1, samples=2, seed=0, out=tmp_path)
     race.turn(given, "race", "ours", tmp_path / "ours.json")
     return seen
 
@@ -59,3 +57,31 @@ def test_noise_without_a_step_is_found(race, monkeypatch, tmp_path):
     monkeypatch.setattr(race, "KeyedGenerator", lambda seed, index, stream, step=0: KeyedGenerator(seed, index, stream))
     shared = [step[0] for step in noise_of_a_turn(race, monkeypatch, tmp_path)]
     assert len(shared) == 9 and len(set(shared)) == 1
+
+
+def test_a_budget_is_steps_of_the_median_time_of_each(race, monkeypatch, tmp_path):
+    items, clock = Batch(torch.zeros(9, 1), None, index=torch.arange(9)), [0.0]
+
+    def contestant(cost):
+        model = nn.Linear(1, 1)
+
+        def loss(batch, key):
+            clock[0] += cost * (50 if key.step == 3 else 1)  # something else kept the machine busy
+            return model(batch.x).square().mean()
+
+        return race.Contestant(model, torch.optim.SGD(model.parameters(), 0.1), loss, bits=None)
+
+    absent = lambda spec: __import__("a_package_that_is_not_there")  # noqa: E731
+    both = {"slow": lambda spec: contestant(4.0), "fast": lambda spec: contestant(1.0), "absent": absent}
+    monkeypatch.setitem(race.RACES, "race", (SIZE, both))
+    monkeypatch.setattr(race, "prepared", lambda *_: (DataSpec("table", (1,)), items, items))
+    monkeypatch.setattr(race, "evaluated", lambda *_: {})
+    monkeypatch.setattr(race.time, "process_time", lambda: clock[0])
+    given = argparse.Namespace(seconds=80.0, data="x", items=2, terms=1, samples=2, seed=0, out=tmp_path)
+    assert race.step_seconds(given, "race") == {"slow": 4.0, "fast": 1.0}
+    for name, steps in (("slow", [5, 10, 20]), ("fast", [20, 40, 80])):
+        file = tmp_path / f"{name}.json"
+        for _ in steps:
+            race.turn(given, "race", name, file)
+        marks = race.json.loads(file.read_text())["marks"]
+        assert [mark["steps"] for mark in marks] == steps and [mark["seconds"] for mark in marks] == [20, 40, 80]
