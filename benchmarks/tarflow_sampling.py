@@ -24,7 +24,7 @@ WAYS = {"cached": Decoding(), "gauss_seidel 16": Decoding(tokens=16, tolerance=1
 
 def uncached(block: MetaBlock, z: torch.Tensor) -> torch.Tensor:
     """The inverse of a meta-block by one pass of the whole network over all that is known, for each token."""
-    tokens, added = block._tokens(z), block._added(None, len(z), z[0, 0].numel())
+    tokens, added = block._tokens(z), block._added(None, z[0, 0].numel())
     found, out = tokens[:, :0], block.start.expand(len(z), 1, -1)
     for i in range(tokens.shape[1]):
         if i:
@@ -66,6 +66,8 @@ def main() -> None:
     blocks = [block for block in flow.modules() if isinstance(block, MetaBlock)]
     if not blocks:
         raise SystemExit(f"{arguments.ckpt} holds no TarFlow")
+    if any(block.uses_cond for block in blocks):
+        raise SystemExit(f"{arguments.ckpt} is conditioned on the class: give a TarFlow without classes")
     z = torch.randn(arguments.n, *blocks[0].event_shape).to(arguments.device)
 
     def awaited(way):

@@ -179,6 +179,9 @@ class MetaBlock(Bijection):
         if guided:
             cond = torch.cat([cond, torch.full_like(cond, self.classes.num_embeddings - 1)])
         count = tokens.shape[1]
+        if count == 0:
+            self.sweeps = 0
+            return z, self._volume(tokens, valid)
         added, slots = self._added(cond, count), self.net.slots(count)
         together = None if valid is None else valid.repeat(rows, 1, 1)
         step = self.decoding.tokens or count

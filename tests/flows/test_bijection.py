@@ -30,7 +30,9 @@ from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Whiten
 from genmodels.flows.scaling import ActNorm, DataInitialized, Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.verification.bijections import CHECKS, check_bijection
+from tests.flows.gradients import alone, gradients, worst
 from tests.flows.table import INSTANCES
+from tests.parameters import scattered
 
 
 def gaussian(*shape, seed=0):
@@ -429,6 +431,32 @@ def checked(name: str, compiled: bool):
 @pytest.mark.parametrize("name", INSTANCES)
 def test_every_check(name):
     checked(name, compiled=False).raise_if_failed()
+
+
+def error_of_single_gradients(flow, shape, cond=None):
+    """How far the gradients of three items are from those of each by itself."""
+    given = None if cond is None else torch.cat([cond] * 20)
+    flow.initialize(0.5 + 0.1 * gaussian(60, *shape, seed=2), given)
+    with torch.no_grad():
+        scattered(flow.eval(), 0.1, seed=3)
+    x = 0.2 + 0.6 * torch.rand(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    return worst(alone(flow, x, cond), gradients(flow, x, cond), smallest=1e-6)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_gradients_of_an_item_are_those_it_has_in_a_batch(name):
+    instance = INSTANCES[name]
+    torch.manual_seed(0)
+    assert error_of_single_gradients(instance.make().double(), instance.shape, instance.conditions()) < 1e-9
+
+
+def test_gradients_that_depend_on_the_batch_are_found():
+    class OfTheBatch(Scale):
+        def _forward(self, x, cond, mask):
+            z, logdet = super()._forward(x, cond, mask)
+            return z + (len(x) - 1) * 1e-3 * (z - z.detach()), logdet
+
+    assert error_of_single_gradients(OfTheBatch(2.0), (3,)) > 1e-4
 
 
 @pytest.mark.parametrize(

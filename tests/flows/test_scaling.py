@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 
@@ -14,6 +15,7 @@ from torch.nn.functional import softplus
 from genmodels.flows import scaling
 from genmodels.flows.bijection import per_example
 from genmodels.flows.composition import Compose
+from genmodels.flows.elementwise import per_channel
 from genmodels.flows.linear import Flip, Whitening
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise, channel_moments
 from genmodels.verification.bijections import check_bijection
@@ -456,3 +458,25 @@ def test_loading_brings_statistics_and_flag():
     other.load_state_dict(layer.state_dict())
     x = gaussian(3, 2, seed=1).float()
     assert other.ready and torch.equal(other(x)[0], layer(x)[0])
+
+
+def error_of_gradients(function, shape) -> float:
+    """Of x, scale and shift, for every layout in memory of x and of the gradient, against those of the formula."""
+    dims, worst = range(len(shape)), 0.0
+    scale, shift = (gaussian(shape[1], seed=seed).requires_grad_() for seed in (1, 2))
+    for of_x, of_g in itertools.product(itertools.permutations(dims), repeat=2):
+        x, g = (gaussian(*[shape[k] for k in order], seed=3).permute([order.index(k) for k in dims])
+                for order in (of_x, of_g))  # fmt: skip
+        x = x.requires_grad_()
+        found = torch.autograd.grad(function(x, scale, shift), (x, scale, shift), g)
+        plain = per_channel(scale, x) * x + per_channel(shift, x)
+        expected = torch.autograd.grad(plain, (x, scale, shift), g)
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 1), (1, 2, 3), *itertools.product((1, 3), (2,), (1, 4), (1, 5))])
+def test_gradients_in_any_layout(shape):
+    assert error_of_gradients(scaling.scaled, shape) < 1e-12
+    added = lambda x, scale, shift: scaling.scaled(x, scale, shift + scale - scale.detach())  # noqa: E731
+    assert error_of_gradients(added, shape) > 1e-3

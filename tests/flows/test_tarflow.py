@@ -277,6 +277,15 @@ def test_a_tolerance_for_no_items():
     assert found.shape == z.shape and logdet.shape == (0,)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, None])
+def test_an_empty_sequence_comes_back(tokens):
+    flow = tarflow((3, None), patch=2, blocks=2, **TINY)
+    flow.initialize(torch.randn(9, 3, 8, generator=torch.Generator().manual_seed(0)))
+    with decoding(flow, Decoding(tokens=tokens)):
+        x, logdet = flow.inverse(torch.zeros(2, 6, 0))
+    assert x.shape == (2, 3, 0) and logdet.tolist() == [0, 0]
+
+
 def test_a_tolerance_stops_early_and_the_error_is_of_its_size():
     block, z = block_of((1, 8, 8), size=0.05), latents((1, 8, 8))
     expected, logdet, all_sweeps = inverted(block, z)
