@@ -54,7 +54,9 @@ def test_models_with_data_sets_and_trainers(model, data, trainer):
 @pytest.mark.parametrize("preset", [preset for preset in GROUPS["preset"] if preset.endswith("_long")])
 def test_long_presets_cost_at_least_twice_as_much(preset):
     """In items times parameters."""
-    model, data = preset.removesuffix("_long").rsplit("_", 1)
+    name = preset.removesuffix("_long")
+    model = max((model for model in GROUPS["model"] if name.startswith(f"{model}_")), key=len)
+    data = name.removeprefix(f"{model}_")
     usual, longer = (compose(f"model={model}", f"data={data}", *more) for more in ([], [f"preset={preset}"]))
     assert {**usual["data"], "batch_size": 0} == {**longer["data"], "batch_size": 0}
     spec = DataSpec("mnist", (1, 28, 28), levels=256, num_classes=10)
