@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from statistics import fmean, stdev
 
+from _settings import require_same
+
 from genmodels.cli.main import main as command
 from genmodels.nn import ATTENTION
 
@@ -89,12 +91,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/attention_ablation"))
     options = parser.parse_args()
-    settings = {key: getattr(options, key) for key in ("steps", "channels", "draws")}
-    kept = options.out / "settings.json"
-    if kept.exists() and json.loads(kept.read_text()) != settings:
-        raise SystemExit(f"{options.out} has runs of other settings, give another --out: {kept.read_text()}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(settings))
+    require_same(options.out / "settings.json", options, ("steps", "channels", "draws"))
     found = []
     for seed in options.seeds:
         for kind in options.kinds:

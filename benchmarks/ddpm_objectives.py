@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _settings import require_same
 
 OBJECTIVES = {
     "simple": ["model.objective=simple", "model.variance=beta_tilde"],
@@ -109,15 +110,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--options", nargs="*", default=[], help="further keys of train")
     given = parser.parse_args()
+    kept = ("steps", "draws", "items", "samples", "options")
+    require_same(given.out / f"{given.data}-settings.json", given, kept)
     log = given.out / f"{given.data}.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
     known = {(row["objective"], row["seed"]): row for row in map(json.loads, lines)}
-    settings = {key: getattr(given, key) for key in ("steps", "draws", "items", "samples", "options")}
-    kept = given.out / f"{given.data}-settings.json"
-    if kept.exists() and json.loads(kept.read_text()) != settings:
-        raise SystemExit(f"{given.out} has runs of other settings, give another --out: {kept.read_text()}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(settings))
     results: dict[str, list[dict]] = {name: [] for name in given.objectives}
     for seed in range(given.seeds):
         for name in given.objectives:

@@ -111,6 +111,8 @@ def step_seconds(given: argparse.Namespace, race: str) -> dict[str, float]:
     file = given.out / f"{race}-steps.json"
     if file.exists():
         return json.loads(file.read_text())
+    if any(given.out.glob(f"{race}-*.pt")):
+        raise InputError(f"{given.out} has turns of {race}, but not the times of their steps: give another --out")
     torch.set_num_threads(1)
     size, contestants = RACES[race]
     spec, train, _ = prepared(given, size)
@@ -118,8 +120,8 @@ def step_seconds(given: argparse.Namespace, race: str) -> dict[str, float]:
     for name, build in contestants.items():
         try:
             built[name], times[name] = build(spec), []
-        except ImportError as missing:
-            print(f"{race}: {name} is left out, {missing.name} is not installed", flush=True)
+        except ImportError:
+            continue
     began, rounds = time.process_time(), 0
     while rounds < 10 or (rounds < 200 and time.process_time() - began < 20):
         for name, contestant in built.items():
@@ -152,12 +154,12 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
         contestant.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["noise"])
     rates = [group.setdefault("full", group["lr"]) for group in contestant.optimizer.param_groups]
-    steps = {share: max(1, round(share * given.seconds / seconds)) for share in SHARES}
-    while step < steps[SHARES[len(known["marks"])]]:
+    steps = [max(1, round(share * given.seconds / seconds)) for share in SHARES]
+    while step < steps[len(known["marks"])]:
         for group, rate in zip(contestant.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, (step + 1) / contestant.warmup)
             if contestant.decay:
-                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * step / steps[1.0])
+                group["lr"] *= 0.5 + 0.5 * math.cos(math.pi * step / steps[-1])
         loss = advance(contestant, train, size, step, given.seed)
         step += 1
         known["skipped"] += loss is None
@@ -191,6 +193,8 @@ def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
     """All turns that are not done, each in a process of its own; what is known of each contestant at the end."""
     found: dict[str, dict] = {}
     installed = step_seconds(given, race)
+    if absent := [name for name in RACES[race][1] if name not in installed]:
+        print(f"{race}: {', '.join(absent)} left out, not installed when the steps were timed", flush=True)
     for number in range(len(SHARES)):
         for name in installed:
             build = RACES[race][1][name]

@@ -323,8 +323,8 @@ class Throughput(Callback):
             return None
         rate, device = self.items / self.seconds, trainer.strategy.root_device
         done = 3 * (self.flops or 0.0) * rate
-        found = f"speed:    {rate:,.{0 if rate >= 100 else 2}f} items/s, "
-        found += f"{100 * self.waited / self.seconds:.1f} % of it waiting for data"
+        rounded = f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+        found = f"speed:    {rounded} items/s, {100 * self.waited / self.seconds:.1f} % of it waiting for data"
         for factor, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
             if done >= factor:
                 found += f", {done / factor:.3g} {unit}"

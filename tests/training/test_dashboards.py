@@ -344,8 +344,12 @@ def test_whole_steps_alone_count(monkeypatch, events, steps):
 
 def test_the_line(monkeypatch):
     speed = timed(monkeypatch, "sssss")
-    assert speed.line(speed.trainer) == "speed:    12.00 items/s, 25.0 % of it waiting for data, 36 GFLOP/s"
+    assert speed.line(speed.trainer) == "speed:    12 items/s, 25.0 % of it waiting for data, 36 GFLOP/s"
     assert timed(monkeypatch, "ss").line(speed.trainer) is None
+    for rate, written in ((12_345.6, "12,346"), (92.934, "92.93"), (0.05123, "0.05123")):
+        fast = timed(monkeypatch, "sssss")
+        fast.items = rate * fast.seconds
+        assert fast.line(fast.trainer).startswith(f"speed:    {written} items/s, ")
     monkeypatch.setattr(dashboards, "peak_of", lambda device: 36e9)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     assert speed.line(speed.trainer).endswith("36 GFLOP/s (50.0 % of the bfloat16 peak of 2 x GPU)")
