@@ -21,8 +21,7 @@ from _timing import interleaved
 from genmodels.core.random import KeyedGenerator
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.glow_tts import GlowTTS, mel_decoder
-from genmodels.speech.measures import real_time_factor
-from genmodels.speech.streaming import collect, stream, stream_sound
+from genmodels.speech.streaming import collect, stream_latent, stream_sound
 from genmodels.speech.tacotron import Tacotron
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim, HiFiGAN
@@ -85,11 +84,25 @@ def decoders(glow: GlowTTS, tacotron: Tacotron, lengths: list[int], rounds: int,
             print(f"  {name}: {1000 * slope:.3f} ms a frame + {1000 * start:.1f} ms")
 
 
+def real_time_factor(work, sound: float, rounds: int, clock) -> str:
+    """Seconds of computing for a second of sound, after a warm-up."""
+    found = []
+    for _ in range(1 + rounds):
+        began = clock()
+        work()
+        found.append((clock() - began) / sound)
+    found = found[1:]
+    return f"{median(found):.3f} s for a second of sound ({min(found):.3f} to {max(found):.3f})"
+
+
 @torch.no_grad()
 def factors(glow: GlowTTS, frames: int, rounds: int, clock) -> None:
     config = MelConfig()
     sound = frames * config.hop / config.sample_rate
     tokens, total = tokens_of(frames, config, blanks=True), torch.tensor([frames])
+
+    def streamed(**options):
+        return stream_latent(glow, glow.latent(tokens, generator=keyed(), frames=total), **options)
 
     def synthesise() -> torch.Tensor:
         # Into the range of log-mels, which a vocoder takes for magnitudes.
@@ -100,20 +113,20 @@ def factors(glow: GlowTTS, frames: int, rounds: int, clock) -> None:
         vocoders["HiFi-GAN"] = HiFiGAN(config=config)
     except ValueError as error:
         print(f"HiFi-GAN is left out: {error}")
-    print("text to mel:", real_time_factor(synthesise, sound, repeats=rounds, clock=clock))
+    print("text to mel:", real_time_factor(synthesise, sound, rounds, clock))
     for name, vocoder in vocoders.items():
         def voice(vocoder=vocoder) -> torch.Tensor:
             return vocoder(synthesise())
 
-        print(f"text to sound, {name}:", real_time_factor(voice, sound, repeats=rounds, clock=clock))
+        print(f"text to sound, {name}:", real_time_factor(voice, sound, rounds, clock))
     for chunk in (64, 256):
-        runs = [collect(stream(glow, tokens, generator=keyed(), frames=total, chunk=chunk), clock)
+        runs = [collect(streamed(chunk=chunk), clock)
                 for _ in range(rounds)]
         print(f"streamed mel, pieces of {chunk}: first after {median(r.first_packet for r in runs):.2f} s, "
               f"all after {median(r.seconds for r in runs):.2f} s")
     if "HiFi-GAN" in vocoders:
         def pieces():
-            for piece in stream(glow, tokens, generator=keyed(), frames=total):
+            for piece in streamed():
                 yield piece.tanh() - 5
 
         runs = [collect(stream_sound(vocoders["HiFi-GAN"], pieces()), clock) for _ in range(rounds)]

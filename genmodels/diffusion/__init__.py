@@ -1,6 +1,6 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
 
-from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
+from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import Denoiser, FlowMap, OnPath
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
@@ -128,5 +128,5 @@ __all__ = [
     "karras", "karras_sigmas", "kernel_variance", "learned_variance", "make_objective", "make_path", "make_schedule",
     "noised_start", "posterior", "posterior_variance", "q_sample", "rademacher", "renoise", "require_unaltered",
     "rescale_zero_terminal", "sample", "sigma2_ts", "step_to_time", "times_from", "to_levels", "to_unit",
-    "uniform_log_snr", "uniform_t", "vdm_times", "velocity_of",
+    "uniform_log_snr", "uniform_t", "velocity_of",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ class Objective:
 
     Arguments:
         decoder: p(x_0 | x_{t_0}), where the objective has a reconstruction term.
-        times: (K+1,) increasing grid of the bound; see `ddpm_times` and `vdm_times`.
+        times: (K+1,) increasing grid of the bound; see `ddpm_times`.
         time_sampler: how the times of a batch are drawn, a name in TIME_SAMPLERS or a sampler.
     """
 

@@ -1,7 +1,7 @@
 """Energy-based and score-based models in plain PyTorch: score-matching losses, MCMC samplers, partition functions."""
 
 from genmodels.core.data import require_continuous
-from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling, LogPartition
+from genmodels.energy.annealed_importance import AnnealedImportanceSampling, LogPartition
 from genmodels.energy.chains import (
     ChainResult,
     ChainState,
@@ -17,7 +17,6 @@ from genmodels.energy.denoising import (
     DiffusionImportanceSampling,
     NoiseLevels,
     largest_distance,
-    noise_levels,
 )
 from genmodels.energy.function import (
     Energy,
@@ -27,7 +26,6 @@ from genmodels.energy.function import (
     ScoreFunction,
     ScoreNetwork,
     cheapest_route,
-    curl,
     directional,
     log_density_of,
     require_energy,
@@ -40,7 +38,6 @@ from genmodels.energy.ground_truth import (
     Potential,
     Quadratic,
     Quadrature,
-    expectation,
     quadrature,
 )
 from genmodels.energy.kernel_fit import DeepKernel, DeepKernelLoss
@@ -81,14 +78,14 @@ LOSSES: dict[str, type[Loss]] = {
 KERNELS: dict[str, type[Kernel]] = {"ula": ULA, "mala": MALA, "hmc": HMC}
 
 __all__ = [
-    "GRIDS", "HMC", "KERNELS", "LOSSES", "MALA", "PROJECTIONS", "ULA", "AnnealedImportanceSampling", "ChainResult",
+    "HMC", "KERNELS", "LOSSES", "MALA", "PROJECTIONS", "ULA", "AnnealedImportanceSampling", "ChainResult",
     "ChainState", "ContrastiveDivergence", "DeepKernel", "DeepKernelLoss", "DenoisingScoreMatching",
     "DiffusionImportanceSampling", "DivergenceGuard", "DoubleWell", "DualAveraging", "Energy", "EnergyFunction",
     "ExactScoreMatching", "FiniteDifferenceScoreMatching", "Gaussian", "GaussianBase", "Kernel", "LogDensity",
     "LogPartition", "Loss", "Move", "NoiseConditionalScore", "NoiseLevels", "NormalMixture",
     "Point", "Potential", "Projection", "Quadratic", "Quadrature", "Rademacher", "ScoreFunction", "ScoreNetwork",
     "SlicedScoreMatching", "SlicedScoreMatchingVR", "Sphere", "Start", "Target", "annealed_langevin", "cheapest_route",
-    "curl", "directional", "effective_sample_size", "expectation", "largest_distance", "leapfrog", "log_density_of",
-    "noise_levels", "predictor_corrector", "quadrature", "require_continuous", "require_energy", "run_chains",
+    "directional", "effective_sample_size", "largest_distance", "leapfrog", "log_density_of",
+    "predictor_corrector", "quadrature", "require_continuous", "require_energy", "run_chains",
     "split_r_hat", "trace",
 ]  # fmt: skip

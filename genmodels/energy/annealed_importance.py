@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,15 +179,14 @@ class AnnealedImportanceSampling:
 
     Arguments:
         steps: K, the number of intermediate densities.
-        grid: spacing of b_1 .. b_K: `sigmoid` is dense at both ends, `geometric_linear` at the start, `linear` uniform.
         kernel: the invariant moves, HMC if None; ULA is refused, its bias has no known sign.
-        moves: moves at each density.
         tune: chains of a pilot run that finds the step size of each density; 0 uses the kernel's for all. Step sizes
             do not depend on the chains of the estimate, which stays unbiased.
         reverse_steps: HMC steps that generate samples for the reverse run if none are given.
 
-    Errors: InputError for a kernel that is not exact, a score without energy, an unknown grid.
-    Source: Neal 2001, "Annealed importance sampling"; the bracket is bidirectional Monte Carlo, Grosse et al. 2015.
+    Errors: InputError for a kernel that is not exact, a score without energy.
+    Source: Neal 2001, "Annealed importance sampling"; the bracket is bidirectional Monte Carlo, Grosse et al. 2015,
+        with the b_k of its section 5, dense at both ends.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -204,24 +203,21 @@ class AnnealedImportanceSampling:
         self,
         *,
         steps: int = 1000,
-        grid: Literal["sigmoid", "geometric_linear", "linear"] = "sigmoid",
         kernel: Kernel | None = None,
-        moves: int = 1,
         tune: int = 64,
         reverse_steps: int = 500,
     ):
-        if grid not in GRIDS:
-            raise InputError(f"grid = {grid!r} is not one of {', '.join(GRIDS)}")
-        if min(steps, moves) < 1:
-            raise InputError(f"steps = {steps} and moves = {moves} must be at least 1")
+        if steps < 1:
+            raise InputError(f"steps = {steps} must be at least 1")
         self.kernel = HMC() if kernel is None else kernel
         if not self.kernel.exact:
             raise InputError(
                 f"{type(self.kernel).__name__} inside annealed importance sampling does not leave the intermediate "
                 "densities invariant and its bias has no sign: use HMC or MALA"
             )
-        self.betas = GRIDS[grid](steps)  # (K + 1,)
-        self.grid, self.moves, self.tune, self.reverse_steps = grid, moves, tune, reverse_steps
+        rise = torch.sigmoid(torch.linspace(-4, 4, steps + 1, dtype=torch.float64))
+        self.betas = (rise - rise[0]) / (rise[-1] - rise[0])  # (K + 1,)
+        self.tune, self.reverse_steps = tune, reverse_steps
 
     def __call__(
         self, model: EnergyFunction, base: GaussianBase, generator: Generator, *, chains: int,
@@ -237,7 +233,7 @@ class AnnealedImportanceSampling:
             samples: (B', *event) draws of the model for the reverse run; None makes them by HMC from the forward run.
             exact_samples: whether those are exact draws of the model; only then is the upper bound guaranteed.
             reverse: whether to run reverse chains too.
-            cond: (B, ...) condition.
+            cond: (B, ...) condition, the same for all chains.
             dtype: of the points; energies and weights are float64.
         """
         model = require_energy(model, "annealed importance sampling")
@@ -248,10 +244,11 @@ class AnnealedImportanceSampling:
             label = "exact" if samples is not None and exact_samples else "approximate"
             if samples is None:
                 samples = self._model_samples(model, forward.x, generator, cond)
-            back = self.reverse(model, base, child(generator, "reverse"), samples, sizes, cond=cond)
+            keyed, cond = for_rows(len(samples), child(generator, "reverse"), cond)
+            back = self.reverse(model, base, keyed, samples, sizes, cond=cond)
         return LogPartition.of_weights(
             forward.log_w, None if back is None else back.log_w, base.log_normaliser,
-            dims=base.mean.numel(), steps=len(self.betas) - 1, grid=self.grid, kernel=type(self.kernel).__name__,
+            dims=base.mean.numel(), steps=len(self.betas) - 1, grid="sigmoid", kernel=type(self.kernel).__name__,
             acceptance=forward.acceptance, reverse=label,
         )  # fmt: skip
 
@@ -286,7 +283,8 @@ class AnnealedImportanceSampling:
         log_w = torch.zeros(len(start), dtype=torch.float64, device=point.x.device)
         accepted = []
         for k, density in moves:
-            log_w += bridge.energy(point, k - 1, self.betas) - bridge.energy(point, k, self.betas)
+            term = bridge.energy(point, k - 1, self.betas) - bridge.energy(point, k, self.betas)
+            log_w = torch.where(log_w == -torch.inf, log_w, log_w + term)  # outside the support, where it may stay
             if density > 0:
                 point, acceptance = self._move(bridge, point, density, generator, sizes)
                 accepted.append(acceptance)
@@ -325,20 +323,23 @@ class AnnealedImportanceSampling:
         return torch.tensor(sizes, dtype=torch.float64)
 
     def _move(self, bridge: Bridge, point: Point, k: int, generator: Generator, sizes: Tensor) -> tuple[Point, float]:
-        """`moves` moves that leave density k invariant, with the noise of step k."""
+        """A move that leaves density k invariant, with the noise of step k."""
         bridge.beta = float(self.betas[k])
         point, keyed = bridge.recombined(point), at_step(generator, k)
-        size = sizes[k].to(point.x.device).expand(len(point.x))
-        acceptance = 0.0
-        for _ in range(self.moves):
-            point, move = self.kernel(bridge, point, keyed, size)
-            acceptance += float(move.acceptance.mean()) / self.moves
-        return point, acceptance
+        point, move = self.kernel(bridge, point, keyed, sizes[k].to(point.x.device).expand(len(point.x)))
+        return point, float(move.acceptance.mean())
 
     def _model_samples(self, model: EnergyFunction, start: Tensor, generator: Generator, cond: Tensor | None) -> Tensor:
         keyed, warm_up = child(generator, "samples"), self.reverse_steps // 2
         steps = self.reverse_steps - warm_up
         return run_chains(model, HMC(), start, keyed, warm_up=warm_up, steps=steps, keep_every=0, cond=cond).samples
+
+
+def for_rows(count: int, generator: Generator, cond: Tensor | None) -> tuple[Generator, Tensor | None]:
+    """A generator of this number of rows, and a condition that is the same for all, of as many."""
+    if isinstance(generator, KeyedGenerator) and len(generator.index) != count:
+        generator = KeyedGenerator(generator.seed, torch.arange(count, device=generator.index.device), generator.stream)
+    return generator, cond if cond is None or len(cond) == count else cond[:1].expand(count, *cond.shape[1:])
 
 
 class Bridge(Target):
@@ -371,27 +372,3 @@ class Bridge(Target):
 def _mix(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """(1 - beta) a + beta b, and a at beta = 0 even if b is infinite."""
     return a if beta == 0 else (1 - beta) * a + beta * b
-
-
-def _linear(steps: int) -> Tensor:
-    return torch.linspace(0, 1, steps + 1, dtype=torch.float64)
-
-
-def _sigmoid(steps: int) -> Tensor:
-    """Dense at both ends. Source: Grosse et al. 2015, section 5."""
-    s = torch.sigmoid(4 * (2 * _linear(steps) - 1))
-    return (s - s[0]) / (s[-1] - s[0])
-
-
-def _geometric_linear(steps: int) -> Tensor:
-    """A quarter of the steps from 0.001 to 0.1 in a geometric sequence, the others uniform."""
-    first = steps // 4
-    if first < 2:
-        return _linear(steps)
-    rise = torch.logspace(-3, -1, first, dtype=torch.float64)
-    even = torch.linspace(0.1, 1, steps - first + 1, dtype=torch.float64)[1:]
-    return torch.cat([torch.zeros(1, dtype=torch.float64), rise, even])
-
-
-#: Grids of inverse temperatures: K steps to (K + 1,) from 0 to 1.
-GRIDS = {"sigmoid": _sigmoid, "geometric_linear": _geometric_linear, "linear": _linear}

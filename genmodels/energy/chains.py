@@ -13,7 +13,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import Generator, at_step
 from genmodels.energy.function import ScoreFunction, require_energy
-from genmodels.energy.kernels import Kernel, Point, Target, noise_like
+from genmodels.energy.kernels import Kernel, Point, Target
 
 
 class DualAveraging(NamedTuple):
@@ -142,17 +142,6 @@ class Start(NamedTuple):
 
     x: Tensor
     label: str = "given"
-
-    @classmethod
-    def prior(cls, shape, spread: float, generator: Generator, *, dtype=torch.float32, device=None) -> Start:
-        """From N(0, spread^2): the density of the confinement alone."""
-        x = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return cls(spread * noise_like(x, at_step(generator, 0)), "prior of the confinement")
-
-    @classmethod
-    def data(cls, x: Tensor, sigma: float, generator: Generator) -> Start:
-        """From data with noise; labelled, since such chains may not have moved away from the data."""
-        return cls(x + sigma * noise_like(x, at_step(generator, 0)), "data plus noise")
 
 
 class ChainState(NamedTuple):

@@ -359,29 +359,6 @@ def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk:
     return (total, score) if training else (total.detach(), score.detach())
 
 
-def curl(model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | None = None) -> Tensor:
-    """|J - J^T| / |J| by probes: zero for the score of an energy, up to 2 for a rotation.
-
-    Shapes: `x (B, *event)`, `directions (M, B, *event)`; one number for all of them.
-
-    Example:
-        >>> from genmodels.energy import ScoreNetwork
-        >>> turn = ScoreNetwork(lambda x: torch.stack([-x[:, 1], x[:, 0]], dim=1))
-        >>> x = torch.randn(4, 2)
-        >>> round(float(curl(turn, x, torch.randn(1, 4, 2))), 4)
-        2.0
-    """
-    difference = size = 0.0
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = usable(wide(x)).detach().requires_grad_()
-        for v in directions:
-            score, forward = _pushed(model, leaf, v, cond)
-            (backward,) = torch.autograd.grad((score * v).sum(), leaf)
-            difference = difference + (forward - backward).square().sum()
-            size = size + forward.square().sum()
-    return (difference / size).sqrt().detach()
-
-
 @cache
 def _log_fallback(network: str) -> None:
     """Log once per class of network that the sliced loss could be cheaper."""

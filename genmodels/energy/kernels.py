@@ -284,7 +284,7 @@ def annealed_langevin(
 
     Arguments:
         shape: (B, *event).
-        sigmas: decreasing noise levels, as from `noise_levels`.
+        sigmas: decreasing noise levels.
         steps_per_level: steps at each of them.
         step: c, the step size at the smallest level; None is a tenth of sigma_L^2 (the alpha of the source is 2h).
         temperature: tau, a factor on the standard deviation of all noise: densities p^(1/tau^2) at every level.

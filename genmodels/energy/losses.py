@@ -32,9 +32,6 @@ class Projection(Protocol):
     def draw(self, shape, generator: Generator, *, dtype=torch.float32, device=None) -> Tensor:
         """(B, *event) directions, independent over the batch."""
 
-    def variance(self, matrix: Tensor) -> Tensor:
-        """The variance of v^T A v for a symmetric A (D, D)."""
-
 
 class Rademacher:
     """Every coordinate is +1 or -1 with probability one half: the trace of a diagonal matrix is exact.
@@ -52,26 +49,13 @@ class Rademacher:
         side = uniform(shape, generator, dtype=torch.float32, device=device) < 0.5
         return 1 - 2 * side.to(dtype)
 
-    def variance(self, matrix: Tensor) -> Tensor:
-        """2 (sum_ij A_ij^2 - sum_i A_ii^2) for a symmetric A (D, D)."""
-        return 2 * (matrix.square().sum() - matrix.diagonal().square().sum())
-
 
 class Gaussian:
-    """Standard normal coordinates.
-
-    Example:
-        >>> float(Gaussian().variance(torch.eye(3)))
-        6.0
-    """
+    """Standard normal coordinates."""
 
     def draw(self, shape, generator: Generator, *, dtype=torch.float32, device=None) -> Tensor:
         """(B, *event) standard normal coordinates, independent."""
         return normal(shape, generator, dtype=dtype, device=device)
-
-    def variance(self, matrix: Tensor) -> Tensor:
-        """2 sum_ij A_ij^2 for a symmetric A (D, D)."""
-        return 2 * matrix.square().sum()
 
 
 class Sphere:
@@ -88,11 +72,6 @@ class Sphere:
         v = normal(shape, generator, dtype=dtype, device=device)
         length = v.flatten(1).norm(dim=1).reshape(-1, *(1,) * (v.dim() - 1))
         return v * (math.sqrt(math.prod(shape[1:])) / length)
-
-    def variance(self, matrix: Tensor) -> Tensor:
-        """2 D / (D + 2) (sum_ij A_ij^2 - (tr A)^2 / D) for a symmetric A (D, D)."""
-        dims = len(matrix)
-        return 2 * dims / (dims + 2) * (matrix.square().sum() - matrix.trace().square() / dims)
 
 
 #: The values of `projection=`.

@@ -69,21 +69,6 @@ def monotonic_alignment_search(
     return Alignment(durations, path, score)
 
 
-def explain(scores: Tensor, implementation: str = "auto") -> str:
-    """The implementation used for these scores, with the reason.
-
-    Example:
-        >>> explain(torch.zeros(1, 2, 3), "torch")
-        'torch: requested'
-    """
-    taken = chosen(scores, implementation)
-    if implementation != "auto":
-        return f"{taken}: requested"
-    if scores.device.type != "cpu":
-        return f"torch: the scores are on {scores.device.type} and stay there"
-    return "numba: compiled, on the CPU" if taken == "numba" else "numpy: on the CPU, numba is not installed"
-
-
 def chosen(scores: Tensor, implementation: str) -> str:
     """The name of the implementation to use.
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -184,73 +182,6 @@ def failures_per_100(outcomes: Sequence[Outcome]) -> dict[str, float]:
     share = 100 / len(found)
     return {**{name: share * sum(f[name] for f in found) for name in found[0]},
             "any": share * sum(any(f.values()) for f in found)}
-
-
-@dataclass(frozen=True)
-class RealTimeFactor:
-    """Computing time per second of sound.
-
-    Attributes:
-        seconds: of every run after the warm-up.
-        sound: duration of the sound of one run.
-        threads, device: the hardware used.
-    """
-
-    seconds: tuple[float, ...]
-    sound: float
-    threads: int
-    device: str
-
-    @property
-    def factor(self) -> float:
-        """The median time over the duration of the sound."""
-        return median(self.seconds) / self.sound
-
-    def __str__(self) -> str:
-        low, high = min(self.seconds) / self.sound, max(self.seconds) / self.sound
-        return (f"real-time factor {self.factor:.3f} ({low:.3f} to {high:.3f}, {len(self.seconds)} runs of "
-                f"{self.sound:.2f} s, {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''})")
-
-
-def real_time_factor(
-    work: Callable[[], object], sound: float, *, repeats: int = 5, warm_up: int = 1,
-    device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter,
-) -> RealTimeFactor:  # fmt: skip
-    """The real-time factor of a function that synthesises `sound` seconds, after a warm-up.
-
-        factor = median seconds / (samples / sample rate)
-
-    Arguments:
-        work: synthesises one utterance.
-        sound: its duration in seconds, computed with the sample rate of its own MelConfig.
-        repeats, warm_up: timed runs, and untimed ones before them.
-        device: synchronised before the clock is read.
-        clock: returns seconds.
-
-    Errors: ValueError for no sound or no repeats.
-
-    Example:
-        >>> ticks = iter([0.0, 1.0, 5.0, 7.0, 10.0, 13.0])
-        >>> real_time_factor(lambda: None, 4.0, repeats=3, clock=lambda: next(ticks)).factor
-        0.5
-    """
-    if not sound > 0 or repeats < 1:
-        raise ValueError(f"a real-time factor needs sound and repeats, got {sound} s and {repeats}")
-    device = torch.device(device)
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return clock()
-
-    for _ in range(warm_up):
-        work()
-    seconds = []
-    for _ in range(repeats):
-        began = now()
-        work()
-        seconds.append(now() - began)
-    return RealTimeFactor(tuple(seconds), sound, torch.get_num_threads(), device.type)
 
 
 #: 10 sqrt(2) / ln 10: from Euclidean distance of natural-log cepstra to decibels.

@@ -250,35 +250,12 @@ def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, c
         ready = ready[:, :, end - start :]
 
 
-def stream(
-    model: GlowTTS, tokens: Tensor, speaker: Tensor | None = None, *, generator: Generator, temperature: float = 0.667,
-    speed: float | Tensor = 1.0, frames: Tensor | None = None, durations: Tensor | None = None, chunk: int = 64,
-) -> Iterator[Tensor]:  # fmt: skip
-    """The mel of one text in chunks; concatenated they equal `model.sample` with the same arguments.
-
-    Text, durations and latents are computed before the first chunk, the flow for each chunk.
-
-    Arguments:
-        tokens: one text.
-        speaker, generator, temperature, speed, frames, durations: as of `GlowTTS.sample`.
-        chunk: frames per chunk.
-
-    Shapes: `tokens (1, N)`; pieces `(n_mels, chunk)`, the last one shorter.
-    Errors: ValueError for more than one text, and what `GlowTTS.sample` and `stream_decoder` refuse.
-    Source: Kim et al. 2020 (Glow-TTS); streaming is ours.
-    """
-    if len(tokens) != 1:
-        raise ValueError(f"one text is streamed at a time, got {len(tokens)}")
-    reach(model.decoder)  # so that a decoder that cannot be streamed is refused before the text is encoded
-    drawn = model.latent(tokens, None, speaker, generator=generator, temperature=temperature, speed=speed,
-                         frames=frames, durations=durations)
-    yield from stream_latent(model, drawn, speaker, chunk=chunk)
-
-
 def stream_latent(model: GlowTTS, drawn: Latent, speaker: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
-    """The mel of the latents `drawn` by `model.latent` for one text, in chunks; see `stream`.
+    """The mel of one text in chunks, from its `GlowTTS.latent`; concatenated they equal the mel of `model.sample`.
 
     Shapes: pieces `(n_mels, chunk)`, the last one shorter.
+    Errors: see `stream_decoder`.
+    Source: Kim et al. 2020 (Glow-TTS); streaming is ours.
     """
     total = int(drawn.durations.sum())
     cond = speaker if model.decoder.uses_cond else None

@@ -29,7 +29,6 @@ from genmodels.diffusion import (
     step_to_time,
     to_levels,
     to_unit,
-    vdm_times,
 )
 from genmodels.diffusion.bound import diffusion_term, prior_term
 from tests.diffusion.bound_path import path_terms
@@ -172,7 +171,8 @@ SUMS = {
 def sum_of_terms(c2, steps):
     denoiser = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), c2)
     x0 = exact(0.0, math.sqrt(c2))
-    terms = elbo(denoiser, x0, Gaussian(), vdm_times(steps), Signs(), variance="beta_tilde")
+    times = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+    terms = elbo(denoiser, x0, Gaussian(), times, Signs(), variance="beta_tilde")
     return float(terms.diffusion.sum(1).mean())
 
 
@@ -480,7 +480,7 @@ def test_errors(change, message):
 def test_a_grid_without_noise_at_its_start_is_refused():
     denoiser = GaussianDenoiser(LinearSchedule(), torch.zeros(2), 1.0)
     with pytest.raises(ValueError, match="start at 1/T"):
-        elbo(denoiser, torch.zeros(3, 2), Gaussian(), vdm_times(10), KeyedGenerator(0, torch.arange(3)))
+        elbo(denoiser, torch.zeros(3, 2), Gaussian(), torch.linspace(0, 1, 11), KeyedGenerator(0, torch.arange(3)))
 
 
 def test_a_path_has_one_point_more_than_times():

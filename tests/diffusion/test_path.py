@@ -40,7 +40,6 @@ from genmodels.diffusion import (
     sigma2_ts,
     step_to_time,
     uniform_t,
-    vdm_times,
 )
 from genmodels.diffusion.samplers import FlowSampler, SDESampler
 from tests.diffusion.bound_path import path_terms
@@ -510,7 +509,7 @@ def test_the_bound_is_exact_on_every_path_for_every_number_of_steps(steps):
 
 def test_the_bound_with_learned_variance_is_tighter_than_with_either_end():
     """Its mean over the data is the entropy and the KL of the prior, for few steps too."""
-    times, n = vdm_times(6), 4000
+    times, n = torch.linspace(0, 1, 7, dtype=torch.float64), 4000
     denoiser = optimal(times)
     x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
     totals = {
@@ -539,7 +538,7 @@ def test_all_ways_of_computing_the_bound_agree_with_learned_variances():
 
 def test_ancestral_samples_have_the_right_variance_in_few_steps():
     """With the optimal variances every marginal of the chain is exact, however coarse; with beta_tilde it is not."""
-    times, n = vdm_times(4), 20_000
+    times, n = torch.linspace(0, 1, 5, dtype=torch.float64), 20_000
     denoiser, spread = optimal(times), {}
     for name in ("learned", "beta_tilde"):
         out = sample(

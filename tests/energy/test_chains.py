@@ -136,13 +136,10 @@ def test_large_events_are_summarised_by_their_energy():
 
 
 def test_starts():
-    generator, x = keyed(torch.arange(500)), torch.full((500, 2), 3.0)
-    prior, data = Start.prior((500, 2), 2.0, generator), Start.data(x, 0.1, generator)
-    assert prior.x.std() == pytest.approx(2, rel=0.1) and prior.label == "prior of the confinement"
-    assert (data.x - x).std() == pytest.approx(0.1, rel=0.1)
-    result = run_chains(NORMAL.float(), MALA(), data, generator, steps=1)
+    start = Start(torch.full((9, 2), 3.0), "a label")
+    result = run_chains(NORMAL.float(), MALA(), start, keyed(torch.arange(9)), steps=1)
     NORMAL.double()
-    assert result.started == "data plus noise"
+    assert result.started == "a label"
     assert result.samples.dtype == torch.float32 and not result.samples.requires_grad
 
 

@@ -10,11 +10,9 @@ import torch
 import genmodels.energy.function as products
 from genmodels.energy import (
     Energy,
-    Quadratic,
     ScoreNetwork,
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
-    curl,
     directional,
     trace,
 )
@@ -212,16 +210,6 @@ def test_a_jacobian_that_is_not_symmetric():
     for route in ROUTES[:2]:
         torch.testing.assert_close(directional(field, x, v, route=route).curvature, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(trace(field, x)[0], jacobian.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-10, atol=1e-10)
-
-
-def test_curl():
-    x = torch.randn(6, 2, generator=seeded(), dtype=torch.float64)
-    v = torch.randn(3, 6, 2, generator=seeded(1), dtype=torch.float64)
-    rotation = ScoreNetwork(lambda y: torch.stack([-y[:, 1], y[:, 0]], 1))
-    assert float(curl(rotation, x, v)) == pytest.approx(2)
-    assert float(curl(Quadratic(torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)), x, v)) < 1e-10
-    with torch.no_grad():
-        assert float(curl(rotation, x, v)) == pytest.approx(2)
 
 
 def test_auto_takes_the_jet(caplog):

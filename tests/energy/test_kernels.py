@@ -25,11 +25,10 @@ from genmodels.energy import (
     Target,
     annealed_langevin,
     leapfrog,
-    noise_levels,
     predictor_corrector,
+    quadrature,
     run_chains,
 )
-from genmodels.energy.ground_truth import expectation
 from genmodels.energy.kernels import choose, metropolis, noise_like, rows
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -189,7 +188,7 @@ def test_exact_on_the_weights_of_a_mixture(name):
     # From evenly filled modes, which is wrong: the kernel has to move weight.
     start = torch.where(torch.arange(20_000)[:, None] % 2 == 0, -1.2, 1.2).double()
     x, _ = run(WEIGHTS, kernel, 20_000, 120, start)
-    right = expectation(WEIGHTS, lambda y: (y[:, 0] > 0).double(), [(-8, 8)], tolerance=1e-6)
+    right = math.exp(quadrature(WEIGHTS, [(0, 8)]).log_z - quadrature(WEIGHTS, [(-8, 8)]).log_z)
     assert abs(z_of_mean((x[:, 0] > 0).double(), right)) < 4
 
 
@@ -346,7 +345,7 @@ def test_options():
 
 # Two modes five standard deviations apart on either side.
 MIXTURE = NormalMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-2.5, 0.0], [2.5, 0.0]]).double(), 0.5)
-LEVELS = noise_levels(10.0, 0.1)
+LEVELS = torch.logspace(1, -1, 19).tolist()
 SAMPLERS = {"annealed": annealed_langevin, "predictor-corrector": predictor_corrector}
 
 
@@ -374,8 +373,9 @@ def test_predictor_corrector():
     means = torch.zeros(2, 16, dtype=torch.float64)
     means[:, 0] = MIXTURE.means[:, 0]
     wide = NormalMixture(torch.tensor([0.3, 0.7]).double(), means, 0.5)
-    finds_the_weights(predictor_corrector, noise_levels(10.0, 0.02, 1.1), mixture=wide)
-    finds_the_weights(lambda *a, **o: predictor_corrector(*a, corrector_steps=0, **o), noise_levels(10.0, 0.02, 1.1))
+    levels = torch.logspace(1, math.log10(0.02), 67).tolist()
+    finds_the_weights(predictor_corrector, levels, mixture=wide)
+    finds_the_weights(lambda *a, **o: predictor_corrector(*a, corrector_steps=0, **o), levels)
 
 
 def test_check_catches_rising_levels(monkeypatch):

@@ -13,7 +13,6 @@ from scipy.fft import dct
 from genmodels.speech import measures as distortion
 from genmodels.speech.measures import (
     Outcome,
-    RealTimeFactor,
     alignment_shape,
     compared_pitch,
     duration_error,
@@ -22,7 +21,6 @@ from genmodels.speech.measures import (
     mcd_mel13,
     mel_cepstrum,
     read_faults,
-    real_time_factor,
     warping_path,
     words_of_tokens,
 )
@@ -165,17 +163,6 @@ def test_failures():
         failures_per_100([])
     with pytest.raises(ValueError, match=r"\(3, T\)"):
         read_faults(torch.zeros(2, 5), [0, 0, 1])
-
-
-def test_real_time_factor():
-    runs, ticks = [], iter([0.0, 1.0, 2.0, 8.0, 10.0, 12.0])
-    found = real_time_factor(lambda: runs.append(1), 4.0, repeats=3, warm_up=2, clock=lambda: next(ticks))
-    assert found.seconds == (1.0, 6.0, 2.0) and found.factor == 0.5 and len(runs) == 5
-    assert str(RealTimeFactor((1.0, 2.0, 6.0), 4.0, 1, "cpu")) == (
-        "real-time factor 0.500 (0.250 to 1.500, 3 runs of 4.00 s, cpu, 1 thread)")
-    for sound, repeats in ((0.0, 1), (1.0, 0)):
-        with pytest.raises(ValueError, match="needs sound and repeats"):
-            real_time_factor(lambda: None, sound, repeats=repeats)
 
 
 def test_the_shape_of_alignments_against_loops():
