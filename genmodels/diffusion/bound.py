@@ -129,16 +129,6 @@ def ddpm_times(num_steps: int) -> Tensor:
     return step_to_time(torch.arange(1, num_steps + 1), num_steps)
 
 
-def vdm_times(num_steps: int) -> Tensor:
-    """(T+1,) the grid 0, 1/T, ..., 1, for schedules with a finite log-SNR at t = 0.
-
-    Example:
-        >>> vdm_times(2).tolist()
-        [0.0, 0.5, 1.0]
-    """
-    return step_to_time(torch.arange(num_steps + 1), num_steps)
-
-
 def check_grid(schedule: Path, times: Tensor) -> Tensor:
     """The log-SNRs (K+1,) of a grid; raises unless it increases within [0, 1] and has noise at t_0."""
     if times.dim() != 1 or len(times) < 2 or bool((times.diff() <= 0).any()) or times[0] < 0 or times[-1] > 1:
@@ -155,7 +145,8 @@ class ElboTerms:
 
     Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
     or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, None when all terms were
-    computed.
+    computed: that of the choice of terms, of which a replicate that draws the same has the same noise. It is too small
+    where strata hold few terms, and without the noise of the reconstruction.
     """
 
     prior: Tensor

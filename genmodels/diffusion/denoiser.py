@@ -58,13 +58,16 @@ class OnPath(AtAnyTime):
         self.self_conditioning = denoiser.self_conditioning
         self.parameterisation.check(schedule)
 
+    @property
+    def noisiest(self) -> float:
+        """The log-SNR at which it is asked where there is more noise than the network was trained with."""
+        return self.denoiser.schedule.end_points[1]
+
     def at_log_snr(
         self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        # No network knows more noise than it was trained with: there it is asked at its noisiest level.
-        most = self.denoiser.schedule.end_points[1]
-        return self.denoiser.at_log_snr(x, log_snr.clamp(min=most), cond, mask, estimate)
+        return self.denoiser.at_log_snr(x, log_snr.clamp(min=self.noisiest), cond, mask, estimate)
 
 
 class Denoiser(AtAnyTime):

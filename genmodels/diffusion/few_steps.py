@@ -160,7 +160,7 @@ class ProgressiveDistillation(Simple):
         teacher_steps: those of the teacher within one step of the student.
         weighting, time_sampler: see `Simple`.
 
-    Errors: fewer than one step.
+    Errors: fewer than one step; `check` refuses a weighting that is 0 at the end of the path.
     Source: Salimans and Ho, "Progressive distillation for fast sampling of diffusion models", 2022, algorithm 2.
 
     Example:
@@ -179,6 +179,15 @@ class ProgressiveDistillation(Simple):
         if steps < 1 or teacher_steps < 1:
             raise InputError(f"steps = {steps} and teacher_steps = {teacher_steps} must be at least 1")
         self.teacher, self.steps, self.teacher_steps = teacher, steps, teacher_steps
+
+    def check(self, denoiser) -> None:
+        """Raise where the first step of a sample would not be trained."""
+        super().check(denoiser)
+        end = torch.ones(1, dtype=torch.float64)
+        log_snr, rate = denoiser.schedule.log_snr(end), denoiser.schedule.log_snr_rate(end)
+        if float(self.weighting(denoiser.parameterisation, log_snr, rate)) == 0:
+            raise InputError("weighting: the chosen one is 0 at pure noise, where this path ends and every sample "
+                             "begins: choose none")
 
     def at_times(
         self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,

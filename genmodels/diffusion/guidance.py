@@ -114,11 +114,13 @@ class GuidedDenoiser(AlteredDenoiser):
         with_cond, without = prediction.output.chunk(2)
         w = torch.where(inside, self.scale, 1.0).to(x).reshape(-1, *[1] * (x.dim() - 1))
         nu = None if prediction.nu is None else prediction.nu.chunk(2)[0]
+        log_snr = log_snr.clamp(min=getattr(self.denoiser, "noisiest", -math.inf))  # where the output was made
         guided = self.parameterisation.to_prediction(without + w * (with_cond - without), x, log_snr, nu)
         if self.rescale == 0:
             return guided
         x0, target = guided.x0, prediction.x0.chunk(2)[0]
         ratio = _standard_deviation(target, mask) / _standard_deviation(x0, mask)
+        ratio = torch.where(ratio.isfinite(), ratio, 1.0)  # of one scalar, or of constant events, there is none
         factor = (1 + self.rescale * (ratio - 1)).reshape(w.shape)
         return X0().to_prediction(x0 * factor, x, log_snr, nu)
 
@@ -126,7 +128,7 @@ class GuidedDenoiser(AlteredDenoiser):
 def _standard_deviation(x: Tensor, mask: Tensor | None) -> Tensor:
     """(B,) the standard deviation over the valid scalars of each example."""
     if mask is None:
-        return x.flatten(1).std(1)
+        return x.flatten(1).std(1, correction=min(1, x[0].numel() - 1))
     mean = event_mean(x, mask).reshape(-1, *[1] * (x.dim() - 1))
     return (event_sum((x - mean).square(), mask) / (event_size(x, mask) - 1).to(x.dtype)).sqrt()
 

@@ -247,7 +247,8 @@ class OdeLikelihood:
         else:
             probed = log_weights.shape[1]
             nats = log_weights.mean(1)
-            stderr = log_weights.std(1, unbiased=True) / math.sqrt(probed) if probed > 1 else None
+            known = probed > 1 and spec.levels is None  # the spread of probes is not that of dequantisation
+            stderr = log_weights.std(1, unbiased=True) / math.sqrt(probed) if known else None
         made = {"estimate": "probability-flow ODE"} | density.made(spec.dims)
         made |= {"coarser": density.coarser().solver_options}
         made |= {"importance_samples": draws, "dequantisation": self.dequantisation} if spec.levels is not None else {}

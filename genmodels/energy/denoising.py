@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, KeyedGenerator, at_step, child, normal, shared_uniform, uniform
-from genmodels.energy.annealed_importance import LogPartition
+from genmodels.energy.annealed_importance import LogPartition, for_rows
 from genmodels.energy.function import (
     EnergyFunction,
     ScoreFunction,
@@ -60,21 +60,6 @@ class DenoisingScoreMatching:
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         noise = normal(x.shape, generator, dtype=x.dtype, device=x.device)
         return denoising(model.score(x + self.sigma * noise, cond), noise, self.sigma)
-
-
-def noise_levels(largest: float, smallest: float = 0.01, ratio: float = 1.3) -> tuple[float, ...]:
-    """Noise levels from `largest` down to `smallest` in a geometric sequence with a factor of at most `ratio`.
-
-    Source: Song and Ermon 2020, "Improved techniques for training score-based generative models", techniques 1 and 2.
-
-    Example:
-        >>> [round(sigma, 3) for sigma in noise_levels(1.0, 0.4)]
-        [1.0, 0.795, 0.632, 0.503, 0.4]
-    """
-    if not 0 < smallest < largest < math.inf or not 1 < ratio < math.inf:
-        raise InputError(f"noise levels need 0 < smallest < largest and ratio > 1, got {smallest}, {largest}, {ratio}")
-    steps = math.ceil(math.log(largest / smallest) / math.log(ratio) - 1e-9)
-    return tuple(largest * (smallest / largest) ** (i / steps) for i in range(steps + 1))
 
 
 def largest_distance(x: Tensor, chunk: int = 1024) -> float:
@@ -192,7 +177,8 @@ class DiffusionImportanceSampling:
             u = uniform((chains,), child(generator, "draws"), dtype=torch.float64, device=x.device)
             rows = torch.searchsorted(torch.softmax(log_w, 0).cumsum(0), u).clamp(max=chains - 1)
             samples = x[rows]
-        reverse = self._reverse(model, samples, child(generator, "reverse"), cond, curvatures)
+        keyed, cond = for_rows(len(samples), child(generator, "reverse"), cond)
+        reverse = self._reverse(model, samples, keyed, cond, curvatures)
         dims = math.prod(event_shape)
         base = 0.5 * dims * math.log(2 * math.pi)
         forward = LogPartition.of_weights(log_w, None, base, dims=dims, steps=self.steps, kernel="diffusion")

@@ -186,15 +186,21 @@ class Items:
 
 
 class Scaled(nn.Module):
-    """Data in their own units to float32: integers to [-1, 1], continuous values standardised by the training data."""
+    """Data in their own units to float32: integers to [-1, 1], continuous values standardised by the training data.
+
+    Coordinates of vectors each by their own, images and sequences by channel: a band of a mel is silent at the frames
+    where no training item is longer, and their standard deviation of zero would scale longer items without limit.
+    """
 
     def __init__(self, items: Items):
         super().__init__()
         if items.spec.levels is not None:
             location = scale = torch.full((1,), (items.spec.levels - 1) / 2)
         else:
-            wide = items.train.double()
-            location, scale = wide.mean(0).float(), wide.std(0).clamp(min=1e-12).float()
+            values = items.train.double().movedim(1, -1).flatten(0, -2)  # (N and positions, channels)
+            shape = (-1, *[1] * (items.train.dim() - 2))
+            location, scale = (found.float().view(shape) for found in (values.mean(0), values.std(0)))
+            scale = torch.where(scale > 1e-6 * values.abs().amax(0).float().view(shape), scale, 1.0)
         self.register_buffer("location", location)
         self.register_buffer("scale", scale)
 
@@ -242,7 +248,7 @@ def weights_hash(module: nn.Module) -> str:
 def classifier(items: Items) -> FeatureNetwork:
     """A small network trained to classify the training items; its 64 features are the last hidden layer."""
     key = key_of(what="classifier", recipe=RECIPE, data=items.train_hash, torch=torch.__version__.split("+")[0],
-                 shape=list(items.spec.event_shape), classes=items.spec.num_classes)
+                 shape=list(items.spec.event_shape), classes=items.spec.num_classes, scaled="channels")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of("classifier", RECIPE))
         net = _Net(items, items.spec.num_classes)

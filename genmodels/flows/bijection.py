@@ -390,5 +390,5 @@ class Freeze(Around):
         super().__init__(bijection.requires_grad_(False))
 
     def requires_grad_(self, requires_grad: bool = True) -> Freeze:
-        """Does nothing: the parameters stay frozen unless they are changed directly."""
+        """Does nothing; that of a module around this one reaches the parameters, which then train."""
         return self

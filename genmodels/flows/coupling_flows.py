@@ -186,6 +186,7 @@ def realnvp_image(
                                  "example model.layout=[checkerboard*4], or pad the images to even sides")
             layers.append(Squeeze2d(order="alternative"))
             shape = layers[-1].out_shape(shape)
+            cond = None if cond is None else cond.squeezed()
         elif part == "split":
             stages.append(Compose(layers, start, memory=memory))
             factors.append(FactorOut(shape[0]))

@@ -366,8 +366,8 @@ def logit(x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
 def _shares(x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
     """The logarithms of every component's share of F and of 1 - F."""
     u = (x.unsqueeze(1) - mixture.mean) * torch.exp(-mixture.log_scale)
-    below = mixture.log_weight + logsigmoid(u)
-    return below, below - u
+    log_below = logsigmoid(u)
+    return mixture.log_weight + log_below, mixture.log_weight + (log_below - u)  # the weight would be lost beside u
 
 
 def _density(below: Tensor, above: Tensor, mixture: Mixture) -> Tensor:
@@ -414,11 +414,15 @@ class _Root(torch.autograd.Function):
     sum to one is left to the log-softmax, since equal changes of all log pi_k change F and 1 - F alike.)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-        x = solve(v, log_weight, mean, log_scale)
-        ctx.save_for_backward(x, log_weight, mean, log_scale)
-        return x
+    def forward(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+        return solve(v, log_weight, mean, log_scale)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(output, *inputs[1:])
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

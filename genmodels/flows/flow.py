@@ -336,6 +336,8 @@ class Flow(nn.Module):
         return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
 
     def _latent_shape(self, mask: Tensor | None, length: int | None) -> Shape:
+        if length is not None and None not in self.event_shape:
+            raise ValueError(f"length={length} is for sequences of an open length, events are {self.event_shape} here")
         length = mask.shape[-1] if length is None and mask is not None else length
         shape = tuple(length if n is None else n for n in self.event_shape)
         if None in shape:

@@ -228,7 +228,8 @@ class DiffusionModel(GenerativeModel):
         """Log the energy distance between the items and the samples of `keep_samples`, each (2, n, D)."""
         x, y = torch.cat(gather(self._pending), 1)
         self._pending = []
-        across, within = torch.cdist(x, y).mean(), (torch.pdist(x).mean() + torch.pdist(y).mean()) / 2
+        pairs = max(1, math.comb(len(x), 2))
+        across, within = torch.cdist(x, y).mean(), (torch.pdist(x).sum() + torch.pdist(y).sum()) / (2 * pairs)
         self.figures["val/energy_distance"] = value = float(2 * (across - within))
         self.log("val/energy_distance", value, rank_zero_only=False)
 

@@ -106,6 +106,9 @@ class EnergyModel(ScoreMatched):
     ):
         super().__init__(spec, Encoding(spec, alpha=alpha, whitening=whitening, gaps=gaps), noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
+        if spec.mel is not None:
+            raise InputError("model=energy would take the silence that pads mels for data: use model=ddpm, score, "
+                             "flow_matching or glow")
         one_of("network", network, ("auto", *NETWORKS))
         one_of("loss", loss, ("contrastive", *LOSSES))
         one_of("whitening", whitening, ("scale", "pca"))

@@ -236,7 +236,11 @@ class Upsample(nn.Module):
         doubled = tuple(2 * n for n in x.shape[2:]) == tuple(size)
         if mask is None and doubled and len(size) == 2:
             return resized_twice_convolution(x, self.conv.weight, self.conv.bias)
-        return self.conv(hide(interpolate(x, size=tuple(size), mode="nearest"), mask))
+        # By a factor: from sizes torch computes positions in float32, some of which are the next one from 2,095 on.
+        x = interpolate(x, scale_factor=2.0, mode="nearest")
+        for axis, length in enumerate(size, 2):
+            x = x.narrow(axis, 0, length)
+        return self.conv(hide(x, mask))
 
 
 def resized_twice_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

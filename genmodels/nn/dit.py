@@ -403,7 +403,7 @@ class CausalTransformer(nn.Module):
         h = self.embedding(pad(tokens[:, :-1], (1, 0), value=self.levels)).mT
         for layer in self.layers:
             h = layer(h)
-        return self._log_probs(h)
+        return self._log_probs(h)[:, : tokens.shape[1]]  # of no tokens none
 
     def extend(self, tokens: Tensor, state: tuple[Cache, ...] | None = None) -> tuple[Tensor, tuple[Cache, ...]]:
         """log p `(B, n, V)` of the token after each of n new ones, and the state for those that follow.

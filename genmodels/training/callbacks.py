@@ -227,6 +227,7 @@ class SampleGrid(Callback):
         if not trainer.is_global_zero or not shown:
             return
         mode, file = pl_module.training, self.run_dir / "samples" / f"step_{step:06d}.txt"
+        pl_module.eval()  # raw weights would draw with dropout
         if not pl_module.generates:
             write_text(file, pl_module.transcripts())
             pl_module.train(mode)

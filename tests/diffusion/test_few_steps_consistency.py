@@ -9,9 +9,11 @@ import torch
 
 from genmodels.diffusion import (
     EDM,
+    WEIGHTINGS,
     X0,
     Consistency,
     ConsistencySampler,
+    CosineSchedule,
     Denoiser,
     Eps,
     EulerSampler,
@@ -229,3 +231,12 @@ def test_a_student_that_meets_the_target_has_no_loss(path, kind):
 def test_what_it_refuses_of_distillation():
     with pytest.raises(ValueError, match="at least 1"):
         ProgressiveDistillation(None, steps=0)
+    for weighting in WEIGHTINGS:
+        objective = ProgressiveDistillation(None, steps=1, weighting=weighting)
+        objective.check(GaussianDenoiser(CosineSchedule(log_snr_min=-8.0), MEAN, VARIANCE))
+        student = Denoiser(lambda x, log_snr, cond: x, LinearPath(), Velocity())
+        if weighting == "none":
+            objective.check(student)
+        else:
+            with pytest.raises(ValueError, match="0 at pure noise"):
+                objective.check(student)

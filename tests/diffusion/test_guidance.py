@@ -21,6 +21,7 @@ from genmodels.diffusion import (
     Gaussian,
     GaussianDenoiser,
     GuidedDenoiser,
+    LinearLogSnrSchedule,
     LinearSchedule,
     ThresholdedDenoiser,
     V,
@@ -32,6 +33,7 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
+from genmodels.diffusion.denoiser import OnPath
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.diffusion.path import alpha_sigma, expand
 from tests.diffusion.bound_path import path_terms
@@ -159,6 +161,35 @@ def test_rescale_restores_the_standard_deviation():
     torch.testing.assert_close(found.std(1), plain(X, T, COND).x0.std(1))
     half, none = (GuidedDenoiser(plain, 6.0, NULL, rescale=r)(X, T, COND).x0 for r in (0.5, 0.0))
     torch.testing.assert_close(half, (found + none) / 2)
+
+
+class Unclamped(OnPath):
+    """Guidance is not told at which level the network was asked."""
+
+    noisiest = -math.inf
+
+    def at_log_snr(self, x, log_snr, *given):
+        return self.denoiser.at_log_snr(x, log_snr.clamp(min=self.denoiser.schedule.end_points[1]), *given)
+
+
+@pytest.mark.parametrize("name", PARAMETERISATIONS)
+def test_guidance_between_equals_changes_nothing_on_a_noisier_path(name):
+    """Classes that do not differ, on a path that ends in more noise than the network knows."""
+    learned = LinearLogSnrSchedule(log_snr_max=10.0, log_snr_min=-4.2)
+    exact = GaussianDenoiser(learned, torch.full((2,), 0.5), 0.25, parameterisation=PARAMETERISATIONS[name])
+    plain = OnPath(exact, CosineSchedule())
+    for field in ("x0", "eps"):
+        found, right = (getattr(one(X, T, COND), field) for one in (GuidedDenoiser(plain, 3.0, NULL), plain))
+        torch.testing.assert_close(found, right)
+    if name == "eps":
+        wrong = GuidedDenoiser(Unclamped(exact, CosineSchedule()), 3.0, NULL)(X, T, COND).x0
+        assert (wrong - plain(X, T, COND).x0).abs().max() > 1
+
+
+def test_rescale_leaves_events_of_one_scalar():
+    plain = GaussianDenoiser(CosineSchedule(), torch.zeros(1), 0.25)
+    found = GuidedDenoiser(plain, 3.0, NULL, rescale=0.7)(X[:, :1], T, COND).x0
+    torch.testing.assert_close(found, GuidedDenoiser(plain, 3.0, NULL)(X[:, :1], T, COND).x0)
 
 
 def test_masks_estimates_and_learned_variances_go_through():

@@ -151,7 +151,9 @@ def test_an_item_does_not_depend_on_its_batch(options):
     whole = model.ode_likelihood(items, **options)
     parts = [model.ode_likelihood(items.rows([i]), **options) for i in (2, 0, 1)]
     joined = Likelihood.concatenate(parts).in_index_order()
-    assert torch.allclose(joined.nats, whole.nats, rtol=1e-4) and whole.stderr.shape == (3,)
+    assert torch.allclose(joined.nats, whole.nats, rtol=1e-4)
+    # Of integers the error is that of dequantisation too, which one draw does not tell.
+    assert (whole.stderr is None) == ("probes" in options)
     assert joined.made == whole.made and joined.evaluations.shape == (3,) and whole.made["given"] == "class"
     few = model.ode_likelihood(items, rows=2, **options)
     assert torch.allclose(few.nats, whole.nats, rtol=1e-4)

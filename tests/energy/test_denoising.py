@@ -17,7 +17,6 @@ from genmodels.energy import (
     Potential,
     Quadratic,
     largest_distance,
-    noise_levels,
 )
 from genmodels.energy.denoising import _Step
 
@@ -54,19 +53,11 @@ def test_limit_catches_a_weight_of_sigma():
         tends_to_exact(lambda sigma: Lighter(sigma=sigma), n=20_000)
 
 
-def test_levels():
-    levels = noise_levels(30.0)
-    ratios = [a / b for a, b in zip(levels[:-1], levels[1:], strict=True)]
-    assert levels[0] == 30 and levels[-1] == pytest.approx(0.01)
-    assert max(ratios) <= 1.3 + 1e-12 and max(ratios) - min(ratios) < 1e-9
-    assert len(noise_levels(30.0, ratio=2.0)) < len(levels)
+def test_the_largest_distance():
     x = torch.randn(70, 3, generator=seeded())
     assert largest_distance(x, chunk=16) == pytest.approx(float(torch.cdist(x, x).max()), rel=1e-5)
     far = x.double() + 1e7  # no product of values out there holds a distance of this size
     assert largest_distance(far, chunk=16) == pytest.approx(largest_distance(x), rel=1e-5)
-    for wrong in ((0.01, 0.01), (1.0, -1.0)):
-        with pytest.raises(ValueError, match="0 < smallest < largest"):
-            noise_levels(*wrong)
 
 
 def test_errors():
@@ -106,7 +97,8 @@ def test_the_energy_of_every_level_is_that_of_a_gaussian_and_the_score_its_gradi
         assert not torch.allclose(other.energy(x), exact)
 
 
-def log_z_of_the_gaussian(scale: float = 1.0, steps: int = 40, chains: int = 400):
+def log_z_of_the_gaussian(scale: float = 1.0, steps: int = 40, chains: int = 400, samples: int | None = None,
+                          generator=None):
     """The estimate, with energies that are `scale` times too large at all levels but the last, and the truth."""
 
     class Scaled(Potential):
@@ -115,10 +107,10 @@ def log_z_of_the_gaussian(scale: float = 1.0, steps: int = 40, chains: int = 400
 
     mean, variance = moments_at(CLEANEST)
     truth = 1.5 * math.log(2 * math.pi * variance) + 0.5 * float(mean.square().sum()) / variance
-    draws = mean + variance**0.5 * torch.randn(chains, 3, generator=seeded(5), dtype=torch.float64)
+    draws = mean + variance**0.5 * torch.randn(samples or chains, 3, generator=seeded(5), dtype=torch.float64)
     sampling = DiffusionImportanceSampling(steps=steps)
-    found = sampling(NoiseLevels(Scaled(OfGaussian()), CLEANEST), (3,), seeded(), chains=chains, samples=draws,
-                     dtype=torch.float64)
+    found = sampling(NoiseLevels(Scaled(OfGaussian()), CLEANEST), (3,), generator or seeded(), chains=chains,
+                     samples=draws, dtype=torch.float64)
     return found, truth
 
 
@@ -132,6 +124,11 @@ def test_log_z_lies_between_both_directions_even_if_the_levels_do_not_fit_togeth
     found, truth = log_z_of_the_gaussian(scale)
     lies_between(found, truth)
     assert found.width < width and found.ess > ess
+
+
+@pytest.mark.parametrize("samples", [200, 700])
+def test_other_numbers_of_samples_than_chains(samples):
+    lies_between(*log_z_of_the_gaussian(samples=samples, generator=KeyedGenerator(0, torch.arange(400), "ais")))
 
 
 def without_the_noising_kernel(self, x, x_next, mean):

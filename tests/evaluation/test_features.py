@@ -35,6 +35,26 @@ def test_features_do_not_depend_on_the_batch_or_on_what_ran_before(name):
     assert fewest_items(given.spec) == (2 * first.dims if first.moments else 4)
 
 
+def test_items_longer_than_all_of_training_stay_in_range():
+    """Where every training mel is silent nothing varies, and what sounds there must not be scaled by that."""
+    x = torch.randn(40, 5, 12, generator=torch.Generator().manual_seed(0)) - 5
+    x[:, :, 9:] = -11.5
+    longer = x[30:].clone()
+    longer[0, :, 9:] = -5.0
+    network = network_for(Items(DataSpec("mels", (5, 12)), x[:30], longer))
+    ordinary = network(x[30:])
+    assert network(longer).abs().max() < 3 * ordinary.abs().max() and not torch.allclose(network(longer), ordinary)
+
+
+def test_columns_without_spread_are_not_enlarged():
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = 7.0
+    network = network_for(Items(DataSpec("table", (3,)), x[:30], x[30:]))
+    found = network(x[30:] + torch.tensor([0.0, 0.1, 0.0]))
+    assert torch.allclose(found[:, 1], torch.tensor(0.1), atol=1e-5)
+    assert torch.allclose(network(x[:30])[:, 0].std(), torch.tensor(1.0))
+
+
 def test_weights_that_cannot_be_had_are_named_in_one_line(monkeypatch, refuses):
     def offline(*arguments, **options):
         raise URLError("no route to host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -375,6 +376,33 @@ def test_mutant_subtraction():
         agrees_with_the_numbers(Complement(1, components=2))
 
 
+def narrow_case():
+    """A wide and a narrow component, whose distances from x in its own scale are large numbers."""
+    params = torch.zeros(32, 8, 1)
+    params[:, 2], params[:, 4] = 8.0, 7 * math.atanh(-6.5 / 7)
+    return torch.linspace(-8, 7.5, 32)[:, None], params
+
+
+def is_accurate(transform):
+    x, params = narrow_case()
+    found = transform(x, params)
+    for one, right in zip(found, copy.deepcopy(transform).double()(x.double(), params.double()), strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=3e-6, atol=3e-6)
+
+
+def test_narrow_components_keep_their_digits(monkeypatch):
+    is_accurate(LogisticMixture(1, components=2))
+
+    def joined(x, mixture):
+        u = (x.unsqueeze(1) - mixture.mean) * torch.exp(-mixture.log_scale)
+        below = mixture.log_weight + torch.nn.functional.logsigmoid(u)
+        return below, below - u
+
+    monkeypatch.setattr(module, "_shares", joined)
+    with pytest.raises(AssertionError):
+        is_accurate(LogisticMixture(1, components=2))
+
+
 def random_case(count=200, components=4, spread=2.0, dtype=torch.float64, seed=0):
     """Mixtures whose means lie apart, with scales of all sizes, and x around them."""
     generator = torch.Generator().manual_seed(seed)
@@ -469,6 +497,15 @@ def has_implicit_gradients(inverse, transform, z, params):
 def test_implicit_gradients():
     transform, z, params = random_case(spread=1.0)
     has_implicit_gradients(transform.inverse, transform, z, params)
+
+
+def test_function_transforms_of_the_inverse():
+    transform, z, params = random_case(count=5, spread=1.0)
+    right = torch.autograd.functional.jacobian(lambda at: transform.inverse(at, params)[0].sum(), z)
+    together = torch.func.grad(lambda at: transform.inverse(at, params)[0].sum())(z)
+    each = torch.func.vmap(torch.func.grad(lambda at, given: transform.inverse(at[None], given[None])[0].sum()))
+    for found in (together, each(z, params)):
+        torch.testing.assert_close(found, right)
 
 
 class NoImplicit(LogisticMixture):

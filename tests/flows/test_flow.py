@@ -296,6 +296,20 @@ def test_sampling_sequences():
     assert x.shape == (2, 2, 12) and not x.masked_fill(mask, 0).any() and bool(x[1, :, :4].any())
     with pytest.raises(ValueError, match="give mask or length"):
         flow.sample(2, generator=source())
+    with pytest.raises(ValueError, match=r"length=7 is for sequences of an open length, events are \(2,\) here"):
+        Flow(Flip(2), StandardNormal((2,))).sample(2, generator=source(), length=7)
+
+
+def test_maps_condition_every_scale_of_images():
+    layout = ("checkerboard*1", "squeeze", "channel*2", "split", "checkerboard*1")
+    flow = realnvp_image((1, 4, 4), layout=layout, hidden=4, depth=1, actnorm=False, cond=Condition("map", 2))
+    flow = shaken(flow).double()
+    x, cond = (torch.randn(3, c, 4, 4, generator=source(), dtype=torch.float64) for c in (1, 2))
+    z, logdet = flow(x, cond)
+    back, other = flow.inverse(z, cond)
+    torch.testing.assert_close(back, x)
+    torch.testing.assert_close(other, -logdet)
+    assert not torch.allclose(flow(x, cond + 1)[1], logdet)
 
 
 # ---- conditions ----

@@ -315,6 +315,7 @@ BAD = [
     *((lambda noise=noise: EnergyModel(PLANE, noise=noise), "noise must be a finite number from 0")
       for noise in (-1, math.nan, math.inf)),
     (lambda: EnergyModel(DIGITS, gaps=True), "continuous"),
+    (lambda: EnergyModel(DataSpec("clips", (4, 16), mel={"sample_rate": 8000})), "the silence that pads mels"),
     (lambda: EnergyModel(DIGITS, whitening="pca"), "vectors"),
     (lambda: EnergyModel(PLANE, objective={"projektions": 2}), "projections"),
     (lambda: EnergyModel(PLANE, net={"activation": "relu"}), "relu"),

@@ -157,6 +157,14 @@ def test_validation_is_the_energy_distance_of_samples():
     assert abs(distances[0]) < 0.03 < 1 < distances[1]
 
 
+def test_validation_of_one_item_has_a_figure():
+    model = small(ConsistencyModel, DataSpec("plane", (2,)), net={"hidden": 16, "depth": 1})
+    model.log = lambda *args, **kwargs: None
+    model.validation_step(Batch(torch.ones(1, 2), index=torch.arange(1)), 0)
+    model.on_validation_epoch_end()
+    assert 0 < model.figures["val/energy_distance"] < 100
+
+
 def test_the_figure_of_validation_does_not_depend_on_the_number_of_processes():
     """It compares the first thousand items of the split, whichever process has them."""
     plane = DataSpec("plane", (2,))

@@ -187,3 +187,4 @@ def test_characters_of_several_bytes_are_refused():
     with pytest.raises(ValueError, match="needs a byte for every character"):
         ByteLanguage(lambda read, state: None, [10, 0x259], longest=8)
     assert CausalTransformer(3, **SMALL).levels == 3
+    assert CausalTransformer(3, **SMALL)(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 3)

@@ -57,6 +57,16 @@ def test_upsample_equals_the_loop(size):
     assert torch.allclose(channels_last, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 2, 4189, 4190])
+def test_upsample_of_long_sequences(length):
+    """Position j of the result has the value of position j // 2, also where float32 would round to the next."""
+    upsample, x = Upsample(1, 1, 1), torch.arange(-(-length // 2)).float()[None, None]
+    with torch.no_grad():
+        upsample.conv.weight.copy_(torch.tensor([[[0.0, 1.0, 0.0]]]))
+        upsample.conv.bias.zero_()
+        assert upsample(x, (length,))[0, 0].tolist() == [j // 2 for j in range(length)]
+
+
 def test_check_catches_swapped_parities():
     upsample, x = example(3, 4)
     weight, bias = upsample.conv.weight, upsample.conv.bias

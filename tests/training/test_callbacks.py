@@ -32,6 +32,18 @@ def test_samples_that_are_not_finite_are_reported_instead_of_shown(name, tmp_pat
     assert len(list(tmp_path.rglob("*.png"))) == 1 and model.training
 
 
+def test_samples_are_drawn_without_dropout(tmp_path):
+    model = DDPM(SPECS["points"], net={"hidden": 8, "depth": 1, "dropout": 0.5}, num_steps=20, ema_decay=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    model._trainer = trainer = SimpleNamespace(is_global_zero=True, loggers=[], progress_bar_callback=None)
+    for step in (1, 2):
+        SampleGrid(tmp_path, 1, n=4).draw(trainer, model.train(), step)
+    first, second = sorted(tmp_path.rglob("*.png"))
+    assert first.read_bytes() == second.read_bytes() and model.training
+
+
 def test_what_a_model_prints_is_seen_above_the_bar(capsys):
     model = LightningModule()
     model.trainer = Trainer(accelerator="cpu", callbacks=[StepBar()], logger=False, enable_checkpointing=False,
