@@ -110,10 +110,15 @@ def test_likelihoods_meet_the_exact_density_in_the_datas_units(path):
 
 
 def test_probes_and_dequantisations_have_standard_errors():
-    few, variational = batch(2), {"importance_samples": 2, "dequantisation": "diffusion"}
-    for options in ({"divergence": "hutchinson", "probes": 4}, variational):
-        found = small().ode_likelihood(few, solver="heun", steps=4, **options)
+    probes = {"divergence": "hutchinson", "probes": 4}
+    variational = {"importance_samples": 2, "dequantisation": "diffusion"}
+    integers, levels = batch(2), small()
+    real, plane = Batch(torch.ones(2, 2)), small(spec=DataSpec("plane", (2,)), net={"hidden": 8, "depth": 1})
+    for model, items, options in ((plane, real, probes), (levels, integers, variational)):
+        found = model.ode_likelihood(items, solver="heun", steps=4, **options)
         assert found.stderr.shape == (2,) and torch.isfinite(found.nats).all() and bool((found.stderr > 0).all())
+    # The spread of the probes of one dequantisation is not the error of a value of integers.
+    assert levels.ode_likelihood(integers, solver="heun", steps=4, **probes).stderr is None
 
 
 # ---- reflow ----
