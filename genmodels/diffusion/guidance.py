@@ -72,7 +72,8 @@ class GuidedDenoiser(AlteredDenoiser):
             conditional one, for each example (Lin et al. 2023, section 3.4).
         interval: lowest and highest log-SNR where w applies; elsewhere it is 1 (Kynkaanniemi et al. 2024).
 
-    Errors: a rescale outside [0, 1], an empty interval, a call without condition where w is not 0.
+    Errors: a denoiser changed before, a rescale outside [0, 1], an empty interval, a call without condition where w is
+        not 0.
     Source: Ho and Salimans, "Classifier-free diffusion guidance", 2022, equation 6, whose w is ours minus 1.
 
     Example:
@@ -90,6 +91,8 @@ class GuidedDenoiser(AlteredDenoiser):
         interval: tuple[float, float] = (-math.inf, math.inf),
     ):
         super().__init__(denoiser)
+        if isinstance(denoiser, AlteredDenoiser):
+            raise InputError(f"guidance needs the network's own output, not a {denoiser.alteration} one: guide first")
         if not 0 <= rescale <= 1:
             raise InputError(f"rescale = {rescale}: choose a share from 0 to 1")
         if not interval[0] < interval[1]:

@@ -303,10 +303,7 @@ class AnnealedImportanceSampling:
         count = len(self.betas)
         if not self.tune:
             return torch.full((count,), self.kernel.step_size, dtype=torch.float64)
-        if isinstance(generator, KeyedGenerator):
-            index = torch.arange(self.tune, device=generator.index.device)
-            generator = KeyedGenerator(generator.seed, index, f"{generator.stream}/tune")
-        cond = None if cond is None else cond[:1].expand(self.tune, *cond.shape[1:])
+        generator, cond = for_rows(self.tune, child(generator, "tune"), cond)
         bridge = Bridge(model, base, cond)
         point = bridge.evaluate(base.sample(self.tune, at_step(generator, 0), dtype=dtype))
         log_size, sizes, done = math.log(self.kernel.step_size), [], 0

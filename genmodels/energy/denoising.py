@@ -165,10 +165,7 @@ class DiffusionImportanceSampling:
         if not model.log_snr > _NOISIEST:
             raise InputError(f"log_snr = {model.log_snr:g} must be above {_NOISIEST:g}, where the chains start from "
                              "noise")  # fmt: skip
-        pilot, given = generator, None if cond is None else cond[:1].expand(self.tune, *cond.shape[1:])
-        if isinstance(generator, KeyedGenerator):
-            index = torch.arange(self.tune, device=generator.index.device)
-            pilot = KeyedGenerator(generator.seed, index, f"{generator.stream}/tune")
+        pilot, given = for_rows(self.tune, child(generator, "tune"), cond)
         like = torch.empty(event_shape, dtype=dtype, device=next(model.parameters(), torch.empty(0)).device)
         _, _, curvatures = self._forward(model, like.expand(self.tune, *event_shape), pilot, given, None)
         x, log_w, _ = self._forward(model, like.expand(chains, *event_shape), generator, cond, curvatures)

@@ -367,7 +367,7 @@ def _shares(x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
     """The logarithms of every component's share of F and of 1 - F."""
     u = (x.unsqueeze(1) - mixture.mean) * torch.exp(-mixture.log_scale)
     log_below = logsigmoid(u)
-    return mixture.log_weight + log_below, mixture.log_weight + (log_below - u)  # the weight would be lost beside u
+    return mixture.log_weight + log_below, mixture.log_weight + (log_below - u)  # added to u it would be rounded away
 
 
 def _density(below: Tensor, above: Tensor, mixture: Mixture) -> Tensor:

@@ -254,9 +254,11 @@ def stream_latent(model: GlowTTS, drawn: Latent, speaker: Tensor | None = None, 
     """The mel of one text in chunks, from its `GlowTTS.latent`; concatenated they equal the mel of `model.sample`.
 
     Shapes: pieces `(n_mels, chunk)`, the last one shorter.
-    Errors: see `stream_decoder`.
+    Errors: ValueError for more than one text, and what `stream_decoder` refuses.
     Source: Kim et al. 2020 (Glow-TTS); streaming is ours.
     """
+    if len(drawn.z) != 1:
+        raise ValueError(f"one text is streamed at a time, got {len(drawn.z)}")
     total = int(drawn.durations.sum())
     cond = speaker if model.decoder.uses_cond else None
     done = 0

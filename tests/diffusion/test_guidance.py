@@ -227,6 +227,8 @@ def test_bad_options():
     plain = classes("v")
     with pytest.raises(ValueError, match="rescale = 2"):
         GuidedDenoiser(plain, 3.0, NULL, rescale=2)
+    with pytest.raises(ValueError, match="not a thresholded one: guide first"):
+        GuidedDenoiser(ThresholdedDenoiser(plain), 3.0, NULL)
     with pytest.raises(ValueError, match="interval"):
         GuidedDenoiser(plain, 3.0, NULL, interval=(2.0, 1.0))
     with pytest.raises(ValueError, match="needs a condition"):

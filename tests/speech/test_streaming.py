@@ -231,6 +231,8 @@ def test_hifigan_streamed():
 
 def test_bad_input():
     tts, tokens = model(), torch.tensor([[3, 1, 2]])
+    with pytest.raises(ValueError, match="one text is streamed at a time, got 2"):
+        next(stream_latent(tts, tts.latent(tokens.expand(2, -1), generator=keyed([0, 1]))))
     with pytest.raises(ValueError, match="one frame at least"):
         next(streamed(tts, tokens, None, 0))
     split = ChannelSplit(4)
