@@ -101,16 +101,17 @@ def run(
         if place is not None:
             check_writable(key, Path(place))
 
-    ckpt_path, place = located(ckpt), place_of(ckpt)
+    ckpt_path, place, trust = located(ckpt), place_of(ckpt), trust or []
     verify(ckpt_path)
     group = Ranks()
-    model, header = load_model(ckpt_path, device=device, trust=trust or [])
+    model, header = load_model(ckpt_path, device=device, trust=trust)
+    kind = f"{ckpt_path} holds {an(header['family'])}"
     if not model.generates:
-        raise InputError(f"{ckpt_path} holds {an(header['family'])}, which has no samples: genmodels transcribe "
-                         f"ckpt={ckpt} files")
+        raise InputError(f"{kind}, which has no samples: genmodels transcribe ckpt={ckpt} files")
     made = origin(ckpt_path, header)
-    synthesis = {"durations": durations, "pause": pause, "vocoder": vocoder}
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
+    synthesis = {"durations": durations, "pause": pause, "vocoder": vocoder}
+    synthesis = {key: value for key, value in synthesis.items() if value is not None}
     if group.rank and (model.spec.text is not None or interpolate is not None):
         group.serve()  # what one process does soon
         return
@@ -118,48 +119,36 @@ def run(
         from genmodels.cli.say import say
 
         if path is not None or interpolate is not None:
-            raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: "
-                             f"{ckpt_path} holds {an(header['family'])}")
-        synthesis = {key: value for key, value in synthesis.items() if value is not None}
+            raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: {kind}")
         asked_of_text = options | synthesis | {"text_file": text_file, "stream": stream} | named
-        materials, lines = material(model, header, asked_of_text, ckpt_path, trust or [])
-        output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
-        synthesis |= {"weights": weights_of(ema)} | materials
-        own = named if materials else {}
-        print(*lines, *say(model, made, place, options | synthesis, item=own, of_item=materials, **output), sep="\n")
+        materials, lines = material(model, header, asked_of_text, ckpt_path, trust)
+        synthesis |= options | {"weights": weights_of(ema)} | materials
+        lines += say(model, made, place, synthesis, item=named if materials else {}, of_item=materials, takes=n,
+                     text_file=text_file, out=out, chunk=(chunk or 64) if stream else None)  # fmt: skip
+        print(*lines, sep="\n")
         return
-    only = {"text_file": text_file, "stream": stream or None} | synthesis
-    only |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
-    unused = [key for key, value in only.items() if value is not None]
-    if unused:
-        raise InputError(f"{unused[0]} is for text-to-speech models: {ckpt_path} holds {an(header['family'])}")
-    n, seed, start = asked.n, asked.seed, asked.start
-    given = {field.name: options.get(field.name) for field in fields(SamplingOptions)}
-    temperature = given.pop("temperature")
-    given |= {"seed": None, "start": None, "inpaint": inpaint, "mask": mask, "edit": edit}
-    given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
-    target = Path(out) if out is not None else default_target(place, seed, start, n, model.spec, given)
+    of_text = {"text_file": text_file, "stream": stream or None} | synthesis
+    of_text |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
+    if unused := [key for key, value in of_text.items() if value is not None]:
+        raise InputError(f"{unused[0]} is for text-to-speech models: {kind}")
+    given = _unusual(options, named, ema)
+    target = Path(out) if out is not None else default_target(place, asked, model.spec, given)
     check_target(target, model.spec)
     check_writable("out", target)
     if path is not None:
         check_path(Path(path), model.spec)
     if interpolate is not None:
-        unused = [key for key, value in given.items() if value is not None and key != "ema"]
-        plain = (("n", n, USUAL_NUMBER), ("seed", seed, 0), ("start", start, 0))
-        unused += [key for key, value, usual in plain if value != usual]
-        if unused:
-            raise InputError(f"interpolate takes only frames=, ema= and out=: leave out {', '.join(unused)}")
-        data = data_of(header, ckpt_path, trust or [])
+        _check_alone(asked, given)
+        data = data_of(header, ckpt_path, trust)
         print(*strip(model, made, interpolate, frames, ema, Path(out) if out else None, place, data), sep="\n")
         return
     single = target.suffix == "" and path is None and model.spec.encoding is None
     check_memory(asked, model.spec, batch_size, single)
-    materials, lines = material(model, header, named, ckpt_path, trust or [])
+    materials, lines = material(model, header, named, ckpt_path, trust)
     if path is not None:  # many moments, of which those with equal changes are shown
-        materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
+        materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * asked.n * model.spec.dims))))
     made |= {key: str(value) for key, value in named.items() if value is not None}
-    asked = replace(asked, weights=weights_of(ema), **materials)
-    drawing = Drawing(model, asked, batch_size, made, group)
+    drawing = Drawing(model, replace(asked, weights=weights_of(ema), **materials), batch_size, made, group)
     if group.rank:
         group.serve()
         return
@@ -171,6 +160,24 @@ def run(
     print(*lines, *written, *unmixed(made), sep="\n")
     if path is not None:
         print(write_path(samples, model.spec, Path(path), frames))
+
+
+def _unusual(options: dict, named: dict, ema: bool | float) -> dict:
+    """The options of sampling that are not the usual ones, as the default name of the file has them; else None."""
+    given = {field.name: options.get(field.name) for field in fields(SamplingOptions)}
+    temperature = given.pop("temperature")
+    return given | {"seed": None, "start": None} | named | {
+        "temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema
+    }  # fmt: skip
+
+
+def _check_alone(asked: SamplingOptions, given: dict) -> None:
+    """Refuse options of sampling next to `interpolate`."""
+    unused = [key for key, value in given.items() if value is not None and key != "ema"]
+    plain = (("n", asked.n, USUAL_NUMBER), ("seed", asked.seed, 0), ("start", asked.start, 0))
+    unused += [key for key, value, usual in plain if value != usual]
+    if unused:
+        raise InputError(f"interpolate takes only frames=, ema= and out=: leave out {', '.join(unused)}")
 
 
 def check_memory(asked: SamplingOptions, spec: DataSpec, batch_size: int, single: bool) -> None:
@@ -258,7 +265,7 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 
 
-def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
+def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: dict) -> Path:
     """The default file of samples, in the folder `samples` of the run; a picture if the data can be drawn.
 
     The name contains all options, so that no other samples are overwritten.
@@ -267,4 +274,5 @@ def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else ".png" if drawn else ".npz"
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
     words = [file_word(word) for word in words]
-    return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)
+    numbers = f"{asked.start}-{asked.start + asked.n - 1}"
+    return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{asked.seed}", numbers, *words]) + suffix)

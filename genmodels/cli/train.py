@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytorch_lightning as pl
 import torch
 import yaml
 
@@ -104,26 +105,13 @@ def run(
         speed = Throughput(options.sample_every_n_steps)
         lightning = options.build(steps, [speed, *_callbacks(folder, options), checkpointing], str(folder))
         done = header.get("step", 0)
-        parts.say(
-            f"{network.family} with {amount(sum(p.numel() for p in network.core.parameters()))} parameters on "
-            f"{datamodule.spec.name} {datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in "
-            f"{folder}" + (f", resumed at step {done}" if path else ""),
-            *(f"note: {line}" for line in [*changed, *datamodule.notes()]),
-        )
+        parts.say(_opening(network, datamodule, steps, folder) + (f", resumed at step {done}" if path else ""),
+                  *(f"note: {line}" for line in [*changed, *datamodule.notes()]))
         device = lightning.strategy.root_device.type
         if device == "cpu":
             parts.keep_freed_memory()
         if path is None:
-            network.check_items(datamodule)
-            network.initialize(initial_batch(datamodule))
-            if source is not None:
-                _start_from(source, init, network, trust)  # after this run's statistics of its data
-            if options.lr_find:
-                with torch.random.fork_rng():
-                    trial = build(model, datamodule.spec, trust=trust)
-                    trial.load_state_dict(network.state_dict())
-                    _set_learning_rate(network, find_learning_rate(options, trial, datamodule))
-                parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
+            _begin(network, datamodule, options, given, source)
         if is_first():
             write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         lightning.loggers = loggers.build(folder, network.family, datamodule.spec.name, done)
@@ -141,28 +129,71 @@ def run(
         if lock is not None:
             ended.callback(lambda: checkpointing.saved_step is not None
                            and parts.add_training_time(folder, *_since(*start)))
-        with (restoring(path, lambda: checkpointing.saved_step is not None),
-              watched(lambda: getattr(lightning.strategy.launcher, "procs", []))):
-            lightning.fit(
-                network,
-                train_dataloaders=training_stream(datamodule, header.get("batches_seen", 0)),
-                val_dataloaders=datamodule.val_dataloader(),
-                ckpt_path=None if path is None else str(path),
-                weights_only=True,
-            )
-        if lightning.should_stop:
-            parts.say(f"note: stopped at step {lightning.global_step} of {steps}, after {options.early_stopping} "
-                      "validations in a row without a better metric")
-        elif lightning.global_step < steps:
-            raise RunError(f"stopped at step {lightning.global_step} of {steps}")
-        every = options.validate_every_n_steps
-        validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
-        if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
-            # Its row is that of the last step, as of validations between steps.
-            lightning.fit_loop.epoch_loop._batches_that_stepped = max(0, lightning.global_step - 1)
-            lightning.validate(network, datamodule.val_dataloader(), verbose=False)
+        _fit(lightning, network, datamodule, path, header, checkpointing)
+        _check_end(lightning, network, datamodule, options, steps, done)
         parts.conclude(network, folder, *_since(*start), speed.line(lightning))
         return Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
+
+
+def _opening(network: GenerativeModel, datamodule: DataModule, steps: int, folder: Path) -> str:
+    """The first line for the user."""
+    count = sum(p.numel() for p in network.core.parameters())
+    return (f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
+            f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}")
+
+
+def _begin(
+    network: GenerativeModel, datamodule: DataModule, options: TrainerOptions, config: dict, source: Path | None
+) -> None:
+    """What precedes the first step of a new run: statistics of the data, weights of `init`, the learning rate."""
+    network.check_items(datamodule)
+    network.initialize(initial_batch(datamodule))
+    if source is not None:
+        _start_from(source, config["init"], network, config["trust"])  # after this run's statistics of its data
+    if options.lr_find:
+        with torch.random.fork_rng():
+            trial = build(config["model"], datamodule.spec, trust=config["trust"])
+            trial.load_state_dict(network.state_dict())
+            _set_learning_rate(network, find_learning_rate(options, trial, datamodule))
+        parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
+
+
+def _fit(
+    lightning: pl.Trainer, network: GenerativeModel, datamodule: DataModule, path: Path | None, header: dict,
+    checkpointing: Checkpointing,
+) -> None:  # fmt: skip
+    """Train, from the checkpoint `path` if it is given."""
+    with (restoring(path, lambda: checkpointing.saved_step is not None),
+          watched(lambda: getattr(lightning.strategy.launcher, "procs", []))):
+        lightning.fit(
+            network,
+            train_dataloaders=training_stream(datamodule, header.get("batches_seen", 0)),
+            val_dataloaders=datamodule.val_dataloader(),
+            ckpt_path=None if path is None else str(path),
+            weights_only=True,
+        )
+
+
+def _check_end(
+    lightning: pl.Trainer, network: GenerativeModel, datamodule: DataModule, options: TrainerOptions, steps: int,
+    done: int,
+) -> None:  # fmt: skip
+    """Validate at the end, unless the last step was validated.
+
+    Raises:
+        RunError: for a training that has stopped before its end.
+    """
+    if lightning.should_stop:
+        parts.say(f"note: stopped at step {lightning.global_step} of {steps}, after {options.early_stopping} "
+                  "validations in a row without a better metric")
+    elif lightning.global_step < steps:
+        raise RunError(f"stopped at step {lightning.global_step} of {steps}")
+    every = options.validate_every_n_steps
+    validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
+    if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
+        # Its row is that of the last step, as of validations between steps.
+        lightning.fit_loop.epoch_loop._batches_that_stepped = max(0, lightning.global_step - 1)
+        lightning.validate(network, datamodule.val_dataloader(), verbose=False)
 
 
 def _since(start: float, cpu_start: float) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Literal
@@ -31,6 +30,7 @@ CONSISTENCY_WEIGHTINGS = {
     "none": lambda t, s: torch.ones_like(t),
 }
 ConsistencyWeighting = Literal["ict", "ect", "none"]
+_NOISIEST = -20.0  # log-SNR in place of that without signal, whose sigma/alpha is infinite
 
 
 class Consistency(Simple):
@@ -86,7 +86,7 @@ class Consistency(Simple):
         mask: Tensor | None,
     ) -> ObjectiveOutput:
         t = times_of(denoiser.schedule, u)
-        noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t)
+        noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t).clamp(min=_NOISIEST)
         r_t = torch.exp(-log_snr_t / 2)
         r_s = self.earlier(r_t)
         log_snr_s, x_t = -2 * torch.log(r_s), q_sample(x0, log_snr_t, noise)
@@ -99,7 +99,7 @@ class Consistency(Simple):
         torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
         found = predict(denoiser, x_t, log_snr_t, cond, mask, generator).x0
         squared, size = event_sum((found - goal).double().square(), mask), event_size(x0, mask)
-        c = self.huber * math.sqrt(x0[0].numel())
+        c = self.huber * size.sqrt()
         loss = self.factor(r_t.clamp(min=1e-6), r_s) * ((squared + c * c).sqrt() - c)
         per_example = (weight * loss).to(x0.dtype)
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size}, u, loss.detach())

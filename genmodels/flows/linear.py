@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, normalize
 
 from genmodels.flows.bijection import Channelwise, at_each_position, full_precision, undone_on_failure
 from genmodels.flows.elementwise import bounded, per_channel, unbounded
@@ -150,7 +150,7 @@ class HouseholderMatrix(nn.Module):
         W = prod_i (I - 2 v_i v_i' / |v_i|^2),    log|det W| = 0,    W^-1 = W'
 
     The product is I - V T V' with V the unit vectors as columns and T^-1 = strict upper triangle of V'V + I/2, so it
-    takes one triangular solve. |v|^2 is at least 1e-12. The initial reflections are random.
+    takes one triangular solve. A vector of zeros reflects nothing. The initial reflections are random.
 
     Arguments:
         size: rows and columns.
@@ -174,7 +174,8 @@ class HouseholderMatrix(nn.Module):
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         vectors = self.vectors.to(dtype)
-        unit = vectors * vectors.square().sum(1, keepdim=True).clamp(min=1e-12).rsqrt()
+        largest = vectors.detach().abs().amax(1, keepdim=True)  # W does not depend on |v|, whose square may underflow
+        unit = normalize(vectors / (largest + (largest == 0)), dim=1)
         eye = torch.eye(unit.shape[1], dtype=dtype, device=unit.device)
         half = 0.5 * torch.eye(len(unit), dtype=dtype, device=unit.device)
         return eye - unit.mT @ torch.linalg.solve_triangular((unit @ unit.mT).triu(1) + half, unit, upper=True)

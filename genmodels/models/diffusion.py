@@ -288,7 +288,9 @@ class DiffusionModel(GenerativeModel):
             z, volume = ode.start(denoiser, x0, log_snr, noise, self.decoder, cond=cond, mask=mask)
             return z, volume if self.spec.levels is not None else volume - self._log_scale(mask)
 
-        found = ode(denoiser, self.spec, batch, self._cond(batch), start, log_snr, seed=seed)
+        noisy = replace(batch, x=self._filled(batch))
+        found = ode(denoiser, self.spec, noisy, self._cond(batch), start, log_snr, seed=seed)
+        found.made |= {"noise": self.noise} if self.noise else {}
         found.made |= {"seed": seed} | self._given(batch, weights)
         return found
 

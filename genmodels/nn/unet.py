@@ -109,9 +109,9 @@ class UNet(nn.Module):
         self._check_size(space)
         attends = _attending_levels(space[0], len(multipliers), attention_at)
 
-        def attend(width: int, level: int, wanted: bool = True) -> nn.Module | None:
-            size = tuple(-(-n // 2**level) for n in space)
-            return make_attention(attention, width, heads, dims=dims, space=size) if wanted else None
+        def stage(inputs: int, width: int, level: int, attending: bool) -> _Stage:
+            block, size = ResidualBlock(dims, inputs, width, dropout), tuple(-(-n // 2**level) for n in space)
+            return _Stage(block, make_attention(attention, width, heads, dims=dims, space=size) if attending else None)
 
         convolution = CONVOLUTION[dims]
         widths = [channels * m for m in multipliers]
@@ -123,32 +123,21 @@ class UNet(nn.Module):
         current, skips = channels, [channels]
         self.down, self.down_samples = nn.ModuleList(), nn.ModuleList()
         for level, width in enumerate(widths):
-            stage = nn.ModuleList()
-            for _ in range(blocks):
-                block = ResidualBlock(dims, current, width, dropout)
-                stage.append(_Stage(block, attend(width, level, level in attends)))
-                current = width
-                skips.append(current)
-            self.down.append(stage)
+            inputs = [current, *[width] * (blocks - 1)]
+            self.down.append(nn.ModuleList(stage(n, width, level, level in attends) for n in inputs))
+            current = width
+            skips += [width] * blocks
             if level + 1 < len(widths):
                 self.down_samples.append(Downsample(dims, current))
                 skips.append(current)
 
-        self.middle = nn.ModuleList(
-            [
-                _Stage(ResidualBlock(dims, current, current, dropout), attend(current, level)),
-                _Stage(ResidualBlock(dims, current, current, dropout), None),
-            ]
-        )
+        self.middle = nn.ModuleList([stage(current, current, level, True), stage(current, current, level, False)])
 
         self.up, self.up_samples = nn.ModuleList(), nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
-            stage = nn.ModuleList()
-            for _ in range(blocks + 1):
-                joined = ResidualBlock(dims, current + skips.pop(), width, dropout)
-                stage.append(_Stage(joined, attend(width, level, level in attends)))
-                current = width
-            self.up.append(stage)
+            inputs = [n + skips.pop() for n in [current, *[width] * blocks]]
+            self.up.append(nn.ModuleList(stage(n, width, level, level in attends) for n in inputs))
+            current = width
             if level > 0:
                 self.up_samples.append(Upsample(dims, current, widths[level - 1] if narrow_early else current))
                 current = widths[level - 1] if narrow_early else current
@@ -158,8 +147,8 @@ class UNet(nn.Module):
         self.head_norm = GroupNorm(current)
         self.head = zeroed(last(current, out_channels, 3, padding=1))
 
-        stages = [s for stage in (*self.down, self.middle, *self.up) for s in stage]
-        self._modulation_widths = [2 * s.block.conv_1.out_channels for s in stages]
+        blocks_in_turn = [s.block for part in (*self.down, self.middle, *self.up) for s in part]
+        self._modulation_widths = [2 * block.conv_1.out_channels for block in blocks_in_turn]
         self.modulation = nn.Linear(condition, sum(self._modulation_widths))
         if self.channels_last:
             self.to(memory_format=torch.channels_last)

@@ -183,8 +183,8 @@ class MelConfig:
 
     @property
     def shortest(self) -> int:
-        """The smallest number of samples of a clip: one more than are reflected."""
-        return self.padded + 1
+        """The smallest number of samples of a clip: more than are reflected on a side, and enough for one frame."""
+        return max(self.padded + 1, self.n_fft - 2 * self.padded)
 
     def frames(self, samples: int) -> int:
         """Number of frames for a number of samples."""

@@ -63,13 +63,13 @@ def normalise(text: str, language: str = "en") -> str:
     """
     found = unicodedata.normalize("NFKC", text).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
-    found = _NUMBERED.sub("number ", found)
+    found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
     found = re.sub(r"(?<![\w.,)])-(?=[\d$\u00a3\u20ac])", "minus ", found)
     if any(c.isdigit() for c in found):
         found = _read_numbers(found, language)
     found = found.replace("%", " percent ")
-    found = re.sub(r" (?=[,.;:?!)]|-\w)", "", re.sub(r"\s+", " ", found)).strip()
+    found = re.sub(r" (?=[,.;:?!)]|-\w)|(?<=\() ", "", re.sub(r"\s+", " ", found)).strip()
     if not any(c.isalpha() for c in found):
         raise ValueError(f"the text {text!r} has no letters to read")
     return found
@@ -79,15 +79,14 @@ def _read_numbers(text: str, language: str) -> str:
     try:
         from num2words import num2words
     except ImportError as error:
-        raise ValueError(f"the text {text!r} has numbers: pip install 'genmodels[speech]' (num2words), or write them "
-                         "as words") from error
+        raise ValueError(f"the text {text!r} has numbers: pip install 'genmodels[speech]', or write words") from error
 
     def words(number: str, to: str = "cardinal") -> str:
         value = number.replace(",", "")
         try:
             spelt = num2words(float(value) if "." in value else int(value), lang=language, to=to)
-        except NotImplementedError as error:
-            raise ValueError(f"num2words does not read numbers in the language {language!r}") from error
+        except (NotImplementedError, OverflowError) as error:
+            raise ValueError(f"num2words does not read {number[:20]} in the language {language!r}") from error
         return re.sub(r"\band ", "", spelt).replace(",", "") if language.startswith("en") else spelt
 
     def amount(match: re.Match) -> str:
@@ -111,11 +110,10 @@ def _read_numbers(text: str, language: str) -> str:
         minutes = "oh " * (match[2] < "10") + match[2].lstrip("0")
         return f"{match[1]} {minutes}" if int(match[2]) else f"{match[1]} o'clock"
 
-    text = _AMOUNT.sub(amount, text)
+    text = _AMOUNT.sub(lambda match: f" {amount(match)} ", text)
     if language.startswith("en"):
         text = _CLOCK.sub(clock, _DECADE.sub(decade, text))
-    text = _ORDINAL.sub(lambda match: words(match[1], "ordinal"), text)
-    return _NUMBER.sub(number, text)
+    return _NUMBER.sub(number, _ORDINAL.sub(lambda match: words(match[1], "ordinal"), text))
 
 
 PAD, BLANK = "<pad>", "<blank>"
@@ -384,8 +382,10 @@ def factors_of(text: str, normal_form: Callable[[str], str]) -> list[float]:
     within_words = any(a[-1:].isalnum() and b[:1].isalnum() for (a, _), (b, _) in pairwise(pieces))
     for piece, factor in pieces:
         read += piece
-        last = len(normal_form(read).split()) if any(c.isalnum() for c in read) else 0
-        if factor != 1.0 and (last <= first or within_words):
+        spelt = normal_form(read).split() if any(c.isalnum() for c in read) else []
+        last = len(spelt)
+        moved = any(a != b and a in words[last:] for a, b in zip(spelt, words, strict=False))  # "$5 " of "$5 million"
+        if moved or (factor != 1.0 and (last <= first or within_words)):
             raise ValueError(f"{text!r}: [slow] must enclose whole words, {piece!r} is not one")
         factors[first:last] = [factor] * (min(last, len(words)) - first)
         first = last

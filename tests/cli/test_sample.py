@@ -16,6 +16,7 @@ from genmodels.cli.main import main
 from genmodels.cli.sample import default_target, run
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.samples import SamplingOptions
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import SPLITS
 from genmodels.data.vision import Digits
@@ -122,7 +123,7 @@ def test_vectors_become_a_table_that_is_read_back(tmp_path):
     spec = DataSpec("people", (3,), num_classes=2, class_names=("a", "b"), columns=("age", "height", "weight"))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-8, 1.0, 1e8])
     samples = Samples(x, torch.tensor([0, 1, 0, 1]), torch.arange(8, 12), {"seed": 3})
-    assert default_target(tmp_path / "best.ckpt", 0, 0, 4, spec, {}).suffix == ".csv"
+    assert default_target(tmp_path / "best.ckpt", SamplingOptions(n=4), spec, {}).suffix == ".csv"
     write_samples(samples, spec, tmp_path / "people.csv")
     lines = (tmp_path / "people.csv").read_text().splitlines()
     assert lines[0] == "age,height,weight,class" and [line[-1] for line in lines[1:]] == ["a", "b", "a", "b"]

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import FrameKeyedGenerator
 from genmodels.diffusion import (
     EDM,
     WEIGHTINGS,
@@ -19,10 +20,12 @@ from genmodels.diffusion import (
     EulerSampler,
     GaussianDenoiser,
     LinearPath,
+    LinearSchedule,
     ProgressiveDistillation,
     V,
     Velocity,
     make_path,
+    rescale_zero_terminal,
     sample,
     uniform_t,
 )
@@ -130,6 +133,30 @@ def test_the_weighted_distance(name, factor):
     c = 0.1 * 3**0.5
     expected = factor * (((2 * x_t - 1).square().sum() + c * c).sqrt() - c)
     torch.testing.assert_close(out.value, expected)
+
+
+def test_padding_does_not_change_the_distance():
+    objective, still = Consistency(huber=0.5), Denoiser(lambda x, log_snr, cond, mask=None: 0 * x, PATH, Velocity())
+    found = []
+    for frames in (8, 64):
+        x0 = torch.zeros(1, 4, frames, dtype=torch.float64)
+        x0[..., :8] = torch.linspace(-1, 1, 8)
+        noise = FrameKeyedGenerator(0, torch.tensor([3]), "noise")
+        one, valid = torch.ones(1, dtype=torch.float64), (torch.arange(frames) < 8)[None, None]
+        found.append(objective.at_times(still, x0, None, noise, one / 2, one, valid).value)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("weighting", ["ict", "ect", "none"])
+def test_a_schedule_that_ends_without_signal(weighting):
+    """At its last step x_t is noise alone, and r infinite."""
+    schedule = rescale_zero_terminal(LinearSchedule(25))
+    objective = Consistency(stages=4, weighting=weighting)
+    network = Denoiser(lambda x, log_snr, cond: 0.5 * x, schedule, V())
+    u = torch.arange(1, 26, dtype=torch.float64) / 25
+    for objective.progress in (0.0, 0.5, 1.0):
+        out = objective.at_times(network, torch.zeros(25, 3), None, seeded(), u, torch.ones(25).double(), None)
+        assert out.per_example.isfinite().all()
 
 
 def test_a_teacher_without_noise_at_the_clean_end():

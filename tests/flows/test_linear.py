@@ -120,12 +120,16 @@ def test_vector_of_reflections():
     assert torch.isfinite(torch.autograd.grad(weight.square().sum() + weight[0, 1], matrix.vectors)[0]).all()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_reflections_are_multiplied_in_order(size):
+def test_reflections_are_multiplied_in_order(size, scale):
+    """Whatever the lengths of their vectors."""
     matrix = HouseholderMatrix(size, generator()).double()
     expected = torch.eye(size).double()
     for v in matrix.vectors.detach():
         expected = expected @ (torch.eye(size) - 2 * torch.outer(v, v) / v.square().sum())
+    with torch.no_grad():
+        matrix.vectors.mul_(scale)
     torch.testing.assert_close(matrix.weight(torch.float64), expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(matrix.inverse(torch.float64), expected.mT, rtol=0, atol=1e-13)
 

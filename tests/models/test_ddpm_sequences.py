@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import OdeDensity, invert
 from genmodels.models.ddpm import DDPM
+from genmodels.models.mels import with_noise
 
 SIZE, CHANNELS = 12, 2
 NET = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "heads": 2}
@@ -87,6 +89,20 @@ def test_both_likelihoods_are_over_the_valid_frames_alone(trained):
     assert torch.isfinite(bound.nats).all() and torch.isfinite(ode.nats).all()
     other = Batch(data.x.nan_to_num(99.0), mask=data.mask, index=data.index)
     assert torch.allclose(model.log_likelihood(other, weights="raw", draws=5).nats, bound.nats)
+
+
+def test_both_likelihoods_of_mels_are_of_the_same_noisy_ones():
+    """What a model without noise says of the mels with the noise that is keyed by (seed 0, item)."""
+    spec = DataSpec("mels", (2, SIZE), mel={}, statistics={"mean": 10.0, "std": 2.0, "frames": 4})
+    model, data = DDPM(spec, num_steps=20, net=NET, ema_decay=0.0, noise=4.0).eval(), waves(3, 1)
+    noisy = replace(data, x=with_noise(data.x, 4.0, KeyedGenerator(0, data.index, "likelihood")))
+    found = model.log_likelihood(data, weights="raw", draws=5), model.ode_likelihood(data, **FEW)
+    assert all(one.made["noise"] == 4.0 for one in found)
+    model.noise = 0.0
+    expected = model.log_likelihood(noisy, weights="raw", draws=5), model.ode_likelihood(noisy, **FEW)
+    for one, same in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.nats, same.nats, rtol=1e-5, atol=1e-3)
+        assert "noise" not in same.made
 
 
 def test_latents_are_those_of_the_valid_frames(trained):

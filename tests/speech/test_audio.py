@@ -89,6 +89,10 @@ def test_frames():
     assert log_mel(torch.zeros(22050), tacotron).shape[-1] == 87
     with pytest.raises(ValueError, match="384 samples is too short: it needs at least 385"):
         log_mel(torch.zeros(384))
+    sparse = replace(config, hop=512)  # of which a window reaches over what is reflected
+    assert log_mel(torch.zeros(512), sparse).shape[-1] == 1
+    with pytest.raises(ValueError, match="511 samples is too short: it needs at least 512"):
+        log_mel(torch.zeros(511), sparse)
 
 
 def test_silence_and_a_tone():

@@ -132,6 +132,9 @@ READINGS = {
     "a4b": "a four b",
     "1,2,3": "one, two, three",
     "No. 7, no.": "number seven, no.",
+    ".5 or -.25 of it, end.5": "zero point five or minus zero point two five of it, end. five",
+    "$.50, US$5 ($2.00 more)": "zero dollars fifty cents, us five dollars (two dollars more)",
+    "a $5m (5) $9-a-day plan": "a five dollars m (five) nine dollars-a-day plan",
 }
 
 
@@ -139,6 +142,12 @@ READINGS = {
 def test_numbers(text):
     pytest.importorskip("num2words", reason="num2words is not installed")
     assert normalise(text) == READINGS[text]
+
+
+def test_a_number_that_is_too_long():
+    pytest.importorskip("num2words", reason="num2words is not installed")
+    with pytest.raises(ValueError, match="does not read 10000000000000000000 in"):
+        normalise(f"1{'0' * 310} men")
 
 
 @pytest.mark.parametrize("text, expected", [

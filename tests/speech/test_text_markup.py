@@ -46,6 +46,15 @@ def test_marks_that_cannot_be_followed(text, reason, refuses):
     refuses(ValueError, reason, factors_of, text, normalise)
 
 
+def test_a_mark_around_a_part_of_an_amount(refuses):
+    """Normalisation moves words: five million dollars."""
+    pytest.importorskip("num2words", reason="num2words is not installed")
+    refuses(ValueError, "whole words", factors_of, "$5 [slow]million[/slow] now", normalise)
+    whole = factors_of("[slow]$5 million[/slow] now", normalise)
+    assert whole == [1.5] * len("five million dollars ") + [1.0] * len("now")
+    assert factors_of("Mr[slow]. White[/slow] left", normalise)  # a word that changes where it is
+
+
 def test_marks_over_sentences():
     whole = "One [slow=2]two. Three, [pause=0.5] four.[/slow] Five."
     found = phrases(whole, 0.2)
