@@ -157,7 +157,7 @@ def _read_table(path: Path) -> dict[str, np.ndarray]:
               "index=False)")
     cells = {number: line.split(delimiter) for number, line in lines.items()}
     try:
-        table = np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None)
+        table = np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None, quotechar='"')
     except ValueError as error:
         raise InputError(f"data.file={path}{_fault(cells, heading) or f' cannot be read: {error}'}") from None
     if heading and len(heading) != table.shape[1]:
@@ -183,7 +183,7 @@ def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
         if len(cells) != width:
             count = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
             return f", line {number} has {count}, where the table has {width} columns"
-        for column, cell in enumerate(map(str.strip, cells)):
+        for column, cell in enumerate(cell.strip(' "\n') for cell in cells):
             if not _is_number(cell):
                 found = f"{cell!r} is not a number" if cell else "the cell is empty"
                 return (f"{_place(number, column, heading)}: {found}; a table holds only numbers: complete it, or "

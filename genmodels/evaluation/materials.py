@@ -238,7 +238,7 @@ def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key
             items.append(batch.x)
             labels.append(batch.cond)
         else:
-            items.append(_picture(Path(name), spec, key)[None])
+            items.append(_picture(Path(name).expanduser(), spec, key)[None])
             labels.append(None)
     known = all(label is not None for label in labels)
     return Batch(torch.cat(items), torch.cat(labels) if known else None)

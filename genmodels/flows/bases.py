@@ -171,8 +171,9 @@ class ClassNormal(_Normals):
 
     def _check_cond(self, cond, n):
         super()._check_cond(cond, n)
-        if cond.dim() != 1 or cond.is_floating_point():
-            raise ValueError(f"ClassNormal takes integer labels (B,), got {cond.dtype} of shape {tuple(cond.shape)}")
+        if cond.dim() != 1 or cond.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"ClassNormal takes integer labels (B,), int64 or int32, got {cond.dtype} of shape "
+                             f"{tuple(cond.shape)}")
         if len(cond) != n:
             raise ValueError(f"ClassNormal needs a label for each of {n} events, got {len(cond)}")
         # On an accelerator this would wait for the device; there the flow checks all values at once.

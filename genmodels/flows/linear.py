@@ -257,12 +257,9 @@ class InvertibleLinear(_Mixing):
     """
 
     def __init__(
-        self,
-        channels: int,
-        *,
-        kind: Literal["lu", "full", "householder"] = "lu",
+        self, channels: int, *, kind: Literal["lu", "full", "householder"] = "lu",
         generator: torch.Generator | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(channels, channels, kind, generator)
 
     def _mix(self, x, weight):
@@ -362,13 +359,9 @@ class GroupedLinear(_Mixing):
     """
 
     def __init__(
-        self,
-        channels: int,
-        *,
-        groups: int = 4,
-        kind: Literal["lu", "full", "householder"] = "lu",
+        self, channels: int, *, groups: int = 4, kind: Literal["lu", "full", "householder"] = "lu",
         generator: torch.Generator | None = None,
-    ):
+    ):  # fmt: skip
         if groups < 2 or groups % 2 or channels % groups:
             raise ValueError(f"GroupedLinear: groups must be even and divide the channels, got {groups} of {channels}")
         super().__init__(channels, groups, kind, generator)
@@ -390,7 +383,7 @@ class Permute(Channelwise):
     Arguments:
         index: the channel of x that each channel of z is, a permutation of 0 .. C-1; dimensions for vectors.
 
-    Shapes: `x (B, C, *space)`.
+    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`, or like x.
     Errors: ValueError for an index that is no permutation, and for another number of channels.
 
     Example:
@@ -419,6 +412,12 @@ class Permute(Channelwise):
             [0, 1, 2, 3]
         """
         return cls(torch.randperm(channels, generator=generator, device=generator.device if generator else None))
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return mask if mask.shape[1] == 1 else mask.index_select(1, self.index)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return mask if mask.shape[1] == 1 else mask.index_select(1, self.inverse_index)
 
     def _forward(self, x, cond, mask):
         return x.index_select(1, self.index), x.new_zeros(len(x))

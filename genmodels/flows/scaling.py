@@ -180,8 +180,8 @@ class ActNorm(DataInitialized):
 
     def _forward(self, x, cond, mask):
         bias, log_scale = self.bias.to(x.dtype), self.log_scale().to(x.dtype)
-        scale = torch.exp(log_scale)
-        return scaled(x, scale, bias * scale), at_each_position(log_scale.sum(), x, mask)
+        centred = x + per_channel(bias, x)  # first: x exp(s) + b exp(s) would cancel where a mean is large
+        return scaled(centred, torch.exp(log_scale), torch.zeros_like(bias)), at_each_position(log_scale.sum(), x, mask)
 
     def _inverse(self, z, cond, mask):
         bias, log_scale = self.bias.to(z.dtype), self.log_scale().to(z.dtype)

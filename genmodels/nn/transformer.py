@@ -402,11 +402,11 @@ class SpeechEncoder(nn.Module):
             return None
         return self.subsampling * (1 if first.reach.chunk is None else first.reach.chunk[0])
 
-    def extend(self, x: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
+    def extend(self, x: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState | None]:
         """h of new frames of a mel, and the state for those that follow.
 
         Arguments:
-            x: `(B, n_mels, n)`, n a multiple of `chunk` except at the end.
+            x: `(B, n_mels, n)`, n a multiple of `chunk` except at the end; nothing happens for n = 0.
             state: the state after the previous call, None at the beginning.
 
         Raises:
@@ -414,6 +414,8 @@ class SpeechEncoder(nn.Module):
         """
         if self.chunk is None:
             raise ValueError("this attention sees the whole: for streaming use attention = xl_chunks or music")
+        if x.shape[2] == 0:
+            return x.new_zeros(len(x), self.channels, 0), state
         if state is not None and state.ended:
             raise ValueError(f"only the last piece of a stream may have frames that are not a multiple of {self.chunk}")
         h, frames = self.front.extend(x, None if state is None else state.frames)

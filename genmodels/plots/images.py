@@ -264,13 +264,13 @@ _FAINT = 1e-3  # of the largest density: no arrows below
 
 
 def truth_of(spec: DataSpec):
-    """The exact density of a two-dimensional data set, None if unknown.
+    """The exact density of a toy set, None for other data, also for a file of that name, whose entropy is unknown.
 
     Example:
-        >>> truth_of(DataSpec("table", (2,))) is None, truth_of(DataSpec("toy_moons", (2,))) is None
+        >>> truth_of(DataSpec("toy_moons", (2,))) is None, truth_of(DataSpec("toy_moons", (2,), entropy=1.5)) is None
         (True, False)
     """
-    if spec.event_shape != (2,) or not spec.name.startswith("toy_"):
+    if spec.event_shape != (2,) or not spec.name.startswith("toy_") or spec.entropy is None:
         return None
     try:
         from genmodels.data.toy import density

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -217,6 +218,9 @@ def compare(
         ranks.serve()
         return None
     done, lines, written = [], [], _targets([e.opened for e in evaluations], request.out, several)
+    folders = [evaluation.opened.path.resolve().parent for evaluation in evaluations]
+    folder = Path(request.out or os.path.commonpath(folders)) if several else None
+    _check_unnamed(written if request.out is not None else [], folder)
     for evaluation, target in zip(evaluations, written, strict=True):
         path = str(evaluation.opened.path)
         if len(evaluations) > 1:
@@ -247,9 +251,7 @@ def compare(
     )
     lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
-    if several:
-        folders = [evaluation.opened.path.resolve().parent for evaluation, _ in done]
-        folder = Path(request.out or os.path.commonpath(folders))
+    if folder is not None:
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
             write_text(folder / name, text)
@@ -335,9 +337,17 @@ def _keep_fuller(target: Path, stages: set[str], items: str) -> list[str]:
 def _held(target: Path) -> dict | None:
     """The content of a report; None without one."""
     try:
-        held = json.loads(target.read_text(encoding="utf-8"))
+        held = _read(target)
         return held if {*held["seconds"]} and held["data"]["item_hash"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
+        return None
+
+
+def _read(file: Path) -> Any:
+    """The content of a file of JSON; None without one."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
 
 
@@ -365,6 +375,25 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
         if target.suffix != ".json":
             raise InputError(f"out={target}: the report of one checkpoint is a file, end it in .json")
     return targets
+
+
+def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
+    """Refuse to replace files of the user, which are written next to these reports or, of several, into the folder."""
+    taken = [place for target in reports if _held(target) is None
+             for place in (arrays_target(target), target.with_suffix(".html")) if place.exists()]
+    if taken:
+        raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give another out=")
+    if folder is None:
+        return
+    held = _read(folder / "table.json")
+    taken = [] if isinstance(held, dict) and {"rows", "models"} <= {*held} else ["table.json", "table.md"]
+    taken += ["report.html"] if taken and _held(folder / "report.json") is None else []
+    taken = [folder / name for name in taken if (folder / name).exists()]
+    csv_file = folder / "table.csv"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        taken += [] if csv_file.read_text(encoding="utf-8").startswith("row,model,checkpoint,") else [csv_file]
+    if taken:
+        raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give out=<folder>")
 
 
 def as_text(table: Table) -> str:

@@ -206,13 +206,17 @@ def facts(found: Mapping[str, Any]) -> str:
 
 
 def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
-    """A value with its standard error, empty for None.
+    """A value with its standard error in at least two significant digits, empty for None.
 
     Example:
-        >>> with_error(0.5, 0.0123), with_error(0.5, None), with_error(None, 0.1)
-        ('0.5000 \u00b1 0.0123', '0.5000', '')
+        >>> with_error(0.5, 0.0123), with_error(0.5, None), with_error(None, 0.1), with_error(-4e-5, 3e-5)
+        ('0.5000 \u00b1 0.0123', '0.5000', '', '-0.000040 \u00b1 0.000030')
     """
-    return "" if value is None else number(value, digits) + ("" if error is None else f" \u00b1 {error:.{digits}f}")
+    if value is None or error is None or not math.isfinite(value) or not math.isfinite(error):
+        return number(value, digits) + ("" if value is None or error is None else f" \u00b1 {number(error, digits)}")
+    if error > 0:
+        digits = max(digits, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{digits}f} \u00b1 {error:.{digits}f}"
 
 
 def percent(value: float | None) -> str:

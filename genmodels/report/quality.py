@@ -262,7 +262,8 @@ def cost(models: list[Model]) -> list[Listing]:
             found, memory = model.report.sampling, model.report.sampling.peak_memory
             trained = model.report.checkpoint.training_seconds
             rows.append([
-                model.name, found.sampler, number(found.steps), number(found.evaluations, 0),
+                model.name, found.sampler, number(found.steps),
+                "" if found.evaluations is None else f"{found.evaluations:g}",
                 number(found.samples_per_second, 1), number(found.batch_size),
                 *(f"{1000 * found.latency[p]:,.1f} ms" for p in ("p50", "p95")),
                 "" if memory is None else f"{memory / 2**20:,.0f} MiB", number(model.report.checkpoint.parameters),

@@ -122,6 +122,7 @@ def test_given_splits_are_honoured(spelling, given, tmp_path):
         ("a.txt", "1 2\n3 4.5\n-1e-3   6\n\n" + "7 8\n" * 17),
         ("a.tsv", "\ufeffone\ttwo\n1\t2\n3\t4.5\n-1e-3\t6\n" + "7\t8\n" * 17),
         ("a.data", "one;two\n1;2\n3;4.5\n-1e-3;6\n" + "7;8\n" * 17),
+        ("quoted.csv", '"one","two"\n"1","2"\n3,"4.5"\n"-1e-3","6"\n' + '"7","8"\n' * 17),
     ],
 )
 def test_tables(name, text, tmp_path):

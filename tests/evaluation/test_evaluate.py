@@ -195,6 +195,28 @@ def test_a_fuller_report_is_not_lost(gaussians, tmp_path):
     assert "kept as" not in out and report(tmp_path / "a_before.json") == kept
 
 
+@pytest.mark.parametrize("name", ["a.npz", "a.html"])
+def test_files_next_to_a_report_that_are_of_none_are_kept(gaussians, tmp_path, name):
+    (tmp_path / name).write_bytes(b"mine")
+    _, err = evaluate(f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json", "stages=[likelihood]", cwd=tmp_path, code=2)
+    assert f"{name} is of no evaluation and would be replaced" in err
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, b"mine")]
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.json", "table.md", "report.html"])
+def test_files_where_a_table_goes_that_are_of_none_are_kept(gaussians, tmp_path, name):
+    words = [f"ckpt=[{gaussians}/flow,{gaussians}/energy]", "out=c", "stages=[likelihood]"]
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / name).write_text("a,b,c\n1,2,3\n")
+    _, err = evaluate(*words, cwd=tmp_path, code=2)
+    assert f"{name} is of no evaluation and would be replaced: give out=<folder>" in err
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [name]
+    (tmp_path / "c" / name).unlink()
+    for _ in range(2):  # those of a table are replaced
+        evaluate(*words, cwd=tmp_path)
+    assert {path.name for path in (tmp_path / "c").iterdir()} >= {"table.csv", "table.json", "table.md", "report.html"}
+
+
 def test_no_report_is_lost_to_parts_or_to_other_items(gaussians, tmp_path):
     words = [f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json"]
     for stages in ("likelihood,cost", "likelihood", "cost"):
@@ -685,10 +707,10 @@ def test_values_that_are_no_values_of_the_data_are_named(gaussians, tmp_path):
     x[:, 0] = 1e30  # finite, and of no finite density
     np.savez(tmp_path / "far.npz", x=x)
     words = [f"ckpt={gaussians}/flow", f"data.file={tmp_path}/far.npz", "stages=[likelihood]",
-             f"out={tmp_path}/far.json"]
+             f"out={tmp_path}/of_far.json"]
     _, err = evaluate(*words, cwd=tmp_path, code=1)
     assert "200 of 200 likelihoods are not finite (first items: 0, 1, 2)" in err
-    line = report(tmp_path / "far.json")["likelihood"][0]
+    line = report(tmp_path / "of_far.json")["likelihood"][0]
     assert line["nll"] is None and line["reason"] == "not finite"
 
 

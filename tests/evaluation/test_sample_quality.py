@@ -59,4 +59,8 @@ def test_every_measure_has_its_error():
 
 def test_one_item_has_no_error_and_so_no_gap():
     one = Likelihood(torch.tensor([-1.0]), "exact", 2, None)
-    assert paired_gap(one, DataSpec("toy_moons", (2,)), torch.zeros(1, 2)) == {}
+    moons = DataSpec("toy_moons", (2,), entropy=1.5)
+    assert paired_gap(one, moons, torch.zeros(1, 2)) == {}
+    two = Likelihood(torch.tensor([-1.0, -2.0]), "exact", 2, None)
+    assert "kl_paired" in paired_gap(two, moons, torch.zeros(2, 2))
+    assert paired_gap(two, DataSpec("toy_moons", (2,)), torch.zeros(2, 2)) == {}  # a file of that name

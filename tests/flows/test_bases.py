@@ -285,6 +285,9 @@ def test_labels():
         base.sample(1, generator=source())
     with pytest.raises(ValueError, match="integer labels"):
         base.log_prob(torch.zeros(1, 2), torch.zeros(1, 3))
+    for dtype in (torch.uint8, torch.int16, torch.bool):  # by which torch does not index
+        with pytest.raises(ValueError, match="integer labels"):
+            base.log_prob(torch.zeros(1, 2), torch.ones(1, dtype=dtype))
     for label in (-1, 3):
         with pytest.raises(ValueError, match=f"label {label} in row 1, the classes are 0..2"):
             base.log_prob(torch.zeros(2, 2), torch.tensor([0, label]))

@@ -521,6 +521,17 @@ def test_set_weight_keeps_full_matrices_whole():
 # ---- fixed orders: where each channel goes, and its way back ----
 
 
+@pytest.mark.parametrize("layer", [Permute([1, 2, 0]), Flip(3), Permute([0])])
+@pytest.mark.parametrize("space", [(), (4,)])
+def test_a_mask_of_every_value_is_permuted_too(layer, space):
+    x = 1 + torch.arange(1.0, 1 + 2 * layer.channels * max(1, *space, 1)).view(2, layer.channels, *space)
+    mask = x % 3 != 0
+    z, _ = layer(x, None, mask)
+    hidden = x * mask
+    assert torch.equal(z, hidden[:, layer.index]) and torch.equal(layer.out_mask(mask), mask[:, layer.index])
+    assert torch.equal(layer.inverse(z, None, layer.out_mask(mask))[0], hidden)
+
+
 class SameIndexBack(Permute):
     """Forgets to invert the order."""
 

@@ -480,3 +480,13 @@ def test_gradients_in_any_layout(shape):
     assert error_of_gradients(scaling.scaled, shape) < 1e-12
     added = lambda x, scale, shift: scaling.scaled(x, scale, shift + scale - scale.detach())  # noqa: E731
     assert error_of_gradients(added, shape) > 1e-3
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e5])
+def test_float32_keeps_the_digits_of_data_far_from_zero(mean):
+    """x + b is exact there, x exp(s) + b exp(s) loses what the mean takes."""
+    x = (mean + gaussian(64, 3)).float()
+    layer = ActNorm(3)
+    layer.initialize(x)
+    z, wide = layer(x)[0], copy.deepcopy(layer).double()(x.double())[0]
+    torch.testing.assert_close(z.double(), wide, rtol=1e-5, atol=1e-5)

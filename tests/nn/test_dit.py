@@ -62,6 +62,14 @@ def test_patchify_against_a_loop_and_its_inverse(event_shape, patch):
     assert torch.equal(unpatchify(y, patch, event_shape[1:]), x)
 
 
+@pytest.mark.parametrize("event_shape", [(1, 8, 8), (2, 8)])
+def test_no_example_at_all(event_shape):
+    tokens = patchify(torch.zeros(0, *event_shape), 2)
+    assert tokens.shape[1:] == patchify(torch.zeros(1, *event_shape), 2).shape[1:] and len(tokens) == 0
+    found = DiT(event_shape, width=16, depth=1, heads=2)(torch.zeros(0, *event_shape), torch.zeros(0))
+    assert found.shape == (0, *event_shape)
+
+
 def test_mutant_of_patchify_is_caught(monkeypatch):
     right = patchify
     monkeypatch.setitem(globals(), "patchify", lambda x, patch: right(x.flip(-1), patch).flip(-1))

@@ -19,7 +19,7 @@ from scipy.io import wavfile
 
 from genmodels.core.likelihood import SingleValues, with_error
 from genmodels.evaluation.report import Profile
-from genmodels.report import compare, render, write_page
+from genmodels.report import compare, parts, render, write_page
 from genmodels.report.compare import report_target, write_report
 from genmodels.report.figures import DARK, LIGHT, Field, Figure, Rule, Series, figure
 from genmodels.report.likelihoods import histogram, histograms, out_of_distribution
@@ -35,6 +35,15 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
 
 def test_error_digits():
     assert with_error(1.23456, 0.00042) == "1.2346(4)"
+
+
+def test_errors_on_the_page_have_two_digits():
+    """An error that is not zero is never shown as zero."""
+    shown = {(0.00025, 0.00012): "0.00025 \u00b1 0.00012", (4.1e-5, 3.9e-5): "0.000041 \u00b1 0.000039",
+             (1234.5, 0.5): "1,234.5000 \u00b1 0.5000", (1.0, 0.0): "1.0000 \u00b1 0.0000",
+             (1.0, math.nan): "1.0000 \u00b1 not finite", (4.1e-5, None): "4.10e-05"}  # fmt: skip
+    for given, words in shown.items():
+        assert parts.with_error(*given) == words
 
 
 def test_where_reports_go():
