@@ -369,4 +369,4 @@ def rows_for(x: Tensor) -> int:
         >>> rows_for(torch.zeros(5, 1, 28, 28)), rows_for(torch.zeros(5, 2))
         (128, 1024)
     """
-    return max(16, min(1024, 100_352 // max(1, x[0].numel()))) if x.device.type == "cpu" else 1024
+    return max(16, min(1024, 100_352 // max(1, math.prod(x.shape[1:])))) if x.device.type == "cpu" else 1024
