@@ -35,17 +35,19 @@ def times_from(times: Tensor, first: float) -> Tensor:
     return torch.cat([times.new_tensor([first]), times[times < first]])
 
 
-def noised_start(schedule: Path, x0: Tensor, t: float, generator: Generator) -> Tensor:
+def noised_start(schedule: Path, x0: Tensor, t: float, generator: Generator, temperature: float = 1.0) -> Tensor:
     """A draw of q(x_t | x_0), from which sampling leads to data that resemble x_0 (B, *event).
 
-    The noise is that from which the sample of the same number starts. Source: Meng et al., "SDEdit", 2022, section 3.
+    The noise is that from which the sample of the same number starts, times the temperature.
+
+    Source: Meng et al., "SDEdit", 2022, section 3.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule
         >>> noised_start(CosineSchedule(), torch.ones(2, 3), 0.5, torch.Generator().manual_seed(0)).shape
         torch.Size([2, 3])
     """
-    noise = normal(x0.shape, at_step(generator, 0), dtype=x0.dtype, device=x0.device)
+    noise = temperature * normal(x0.shape, at_step(generator, 0), dtype=x0.dtype, device=x0.device)
     return q_sample(x0, schedule.log_snr(torch.tensor(t, dtype=torch.float64)), noise)
 
 
@@ -249,12 +251,12 @@ class DiffusionSampler:
         sampler = plan.sampler
         if known is not None:
             sampler = Inpainting(sampler, known, options.keep.to(known.device), rounds=options.rounds)
+        temperature = 1.0 if options.temperature is None else options.temperature
         if edit is not None:
-            start = noised_start(denoiser.schedule, edit.expand(shape), float(plan.times[0]), generator)
+            start = noised_start(denoiser.schedule, edit.expand(shape), float(plan.times[0]), generator, temperature)
         return sample(
             self.steer(denoiser, options), shape, plan.times, sampler, generator, cond=cond, mask=mask, dtype=dtype,
-            temperature=1.0 if options.temperature is None else options.temperature, device=device, start=start,
-            callback=callback,
+            temperature=temperature, device=device, start=start, callback=callback,
         )
 
 

@@ -148,7 +148,8 @@ def kernel_distance(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Ten
         U = mean_{i != j} h_ij,   h_ij = k(a_i, a_j) + k(b_i, b_j) - k(a_i, b_j) - k(a_j, b_i)
         var U = (4 (n - 2) cov(h_12, h_13) + 2 var h_12) / (n (n - 1))
 
-    Both moments of h are estimated without bias, so that the error is also right for two sets of one distribution.
+    Both moments of h are estimated without bias. Between two sets of one distribution, where the covariance is zero and
+    its estimate is kept from being negative, the error is too large, by factors of 1.2 to 1.3.
 
     Source: Gretton et al. 2012, "A kernel two-sample test", lemma 6; variance of U-statistics: Hoeffding 1948.
 
@@ -199,6 +200,31 @@ def precision_recall(real: Tensor, generated: Tensor, k: int = 3) -> tuple[float
     if not 1 <= k < len(real):
         raise InputError(f"k must lie in 1..{len(real) - 1}, the other items of a set, got {k}")
     return _share_inside(generated, real, k), _share_inside(real, generated, k)
+
+
+def precision_recall_errors(real: Tensor, generated: Tensor, k: int = 3) -> tuple[float | None, float | None]:
+    """Standard errors of `precision_recall` over the items of both sets, from random splits of each into halves.
+
+        se^2 = mean over splits of (s_1 - s_2)^2 / 4,   s_1, s_2 the shares between the first and the second halves
+
+    The halves are apart, so that their difference has twice the variance of one, and one about twice that of the whole.
+    A binomial error would leave out that the balls are random too, and hold several points at once. None for fewer than
+    2 (k + 1) items.
+
+    Example:
+        >>> x = torch.randn(2, 100, 2, generator=torch.Generator().manual_seed(0))
+        >>> all(0.01 < error < 0.1 for error in precision_recall_errors(x[0], x[1] + 1))
+        True
+    """
+    n, half = len(real), len(real) // 2
+    if half <= k:
+        return None, None
+    generator, squares = torch.Generator().manual_seed(0), []
+    for _ in range(max(4, min(20, 20_000_000 // n**2))):
+        a, b = (x[torch.randperm(n, generator=generator)] for x in (real, generated))
+        one, other = precision_recall(a[:half], b[:half], k), precision_recall(a[half:][:half], b[half:][:half], k)
+        squares.append([(s_1 - s_2) ** 2 for s_1, s_2 in zip(one, other, strict=True)])
+    return tuple(math.sqrt(sum(each) / (4 * len(squares))) for each in zip(*squares, strict=True))
 
 
 def _share_inside(points: Tensor, of: Tensor, k: int) -> float:

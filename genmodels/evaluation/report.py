@@ -141,9 +141,9 @@ class Measures:
     kernel: float
     kernel_error: float
     precision: float
-    precision_error: float
+    precision_error: float | None
     recall: float
-    recall_error: float
+    recall_error: float | None
 
 
 @dataclass
@@ -212,9 +212,9 @@ class Sweep:
     kernel: list[float] = field(default_factory=list)
     kernel_error: list[float] = field(default_factory=list)
     precision: list[float] = field(default_factory=list)
-    precision_error: list[float] = field(default_factory=list)
+    precision_error: list[float | None] = field(default_factory=list)
     recall: list[float] = field(default_factory=list)
-    recall_error: list[float] = field(default_factory=list)
+    recall_error: list[float | None] = field(default_factory=list)
     evaluations: list[float | None] = field(default_factory=list)
     samples_per_second: list[float] = field(default_factory=list)
 

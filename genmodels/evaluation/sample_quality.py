@@ -18,16 +18,9 @@ from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import EvaluationState
 from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, fewest_items, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
-    Nearest,
-    check_count,
-    cubic_kernel,
-    frechet_with_error,
-    gaussian_kernel,
-    kernel_distance,
-    memorisation,
-    nearest,
-    precision_recall,
-)
+    Nearest, check_count, cubic_kernel, frechet_with_error, gaussian_kernel, kernel_distance, memorisation, nearest,
+    precision_recall, precision_recall_errors,
+)  # fmt: skip
 from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
 from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class, takes_temperature
@@ -128,7 +121,7 @@ def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measure
     """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
 
     The Fréchet distance of features with `moments`, and the kernel distance, with a cubic kernel for such features and
-    a Gaussian one for coordinates. The errors of precision and recall are binomial.
+    a Gaussian one for coordinates.
 
     Arguments:
         true, found: (n, D) features of held-out items and of samples.
@@ -137,7 +130,7 @@ def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measure
     kernel = kernel_distance(found, true, cubic_kernel if network.moments else gaussian_kernel)
     most = min(_MOST, len(found))
     precision, recall = precision_recall(true[:most], found[:most])
-    precision_error, recall_error = (math.sqrt(share * (1 - share) / most) for share in (precision, recall))
+    precision_error, recall_error = precision_recall_errors(true[:most], found[:most])
     return Measures(n=len(found), frechet=frechet[0], frechet_error=frechet[1], kernel=kernel.value,
                     kernel_error=kernel.error, precision=precision, precision_error=precision_error, recall=recall,
                     recall_error=recall_error)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator, normal
+from genmodels.core.samples import SamplingOptions
 from genmodels.diffusion import (
     SAMPLERS,
     CosineSchedule,
     DDIMSampler,
     DDPMSampler,
+    DiffusionSampler,
     EulerSampler,
     GaussianDenoiser,
     HeunSampler,
     Inpainting,
     invert,
+    make_path,
     noised_start,
     sample,
     times_from,
@@ -228,6 +232,20 @@ def test_an_edit_has_the_distribution_of_data_that_would_look_alike_under_the_no
     x = edited(strength)
     assert ((x.mean(0) - MEAN - gain * (ITEM_OF_EDITING - MEAN)).abs() < 4 * math.sqrt(variance / len(x)) + 5e-3).all()
     assert ((x.var(0) / variance - 1).abs() < 4 * math.sqrt(2 / len(x)) + 0.03).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_an_edit_from_noise_alone_is_a_sample_of_the_same_temperature(temperature):
+    """At t = 1 the linear path has no signal."""
+    path, shape = make_path("linear", 1000), (4, 1)
+    exact, sampler = GaussianDenoiser(path, torch.tensor([1.0]), 0.25), DiffusionSampler(1000, "beta", name="euler")
+    options = SamplingOptions(n=4, steps=20, spacing="uniform_t", temperature=temperature)
+    free = sampler(sampler.plan(path, options), exact, shape, options, keyed(4)).x
+    item = torch.zeros(1)
+    edit = replace(options, edit=item, strength=1.0)
+    found = sampler(sampler.plan(path, edit), exact, shape, edit, keyed(4), edit=item[None]).x
+    torch.testing.assert_close(found, free)
+    assert float(free.std()) == pytest.approx(0, abs=1e-6) if temperature == 0 else float(free.std()) > 0.05
 
 
 def test_an_edit_is_addressable():

@@ -21,6 +21,7 @@ from genmodels.evaluation.fidelity import (
     memorisation,
     nearest,
     precision_recall,
+    precision_recall_errors,
     smaller_than,
 )
 from genmodels.evaluation.sample_quality import class_accuracy
@@ -161,6 +162,22 @@ def test_a_missing_mode_lowers_recall_and_noise_lowers_precision():
     assert precision_recall(real, real) == (1.0, 1.0)
     with pytest.raises(InputError, match="equally many"):
         precision_recall(real, one[:7])
+
+
+def test_errors_of_precision_and_recall_are_those_over_pairs_of_sets():
+    """The binomial error, a mutant, is too small: balls are random too and hold several points."""
+    shares, errors, n = [], [], 200
+    for pair in range(60):
+        x = torch.randn(2, n, 2, generator=torch.Generator().manual_seed(pair))
+        shares.append(precision_recall(x[0], x[1]))
+        errors += [precision_recall_errors(x[0], x[1])] if pair < 15 else []
+    shares, errors = torch.tensor(shares).double(), torch.tensor(errors).double()
+    spread = shares.var(0).mean().sqrt()  # precision and recall are alike here
+    binomial = (shares * (1 - shares)).mean().div(n).sqrt()
+    assert 0.75 < float(errors.square().mean().sqrt() / spread) < 1.33
+    assert float(binomial / spread) < 0.8
+    assert precision_recall_errors(x[0][:7], x[1][:7]) == (None, None)
+    assert precision_recall_errors(x[0][:9], x[0][:9] + 99) == (0.0, 0.0)
 
 
 def test_a_point_is_no_neighbour_of_its_own():
