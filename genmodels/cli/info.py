@@ -10,7 +10,7 @@ from pathlib import Path
 from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import missing_part, nonfinite_weight, read_header
 from genmodels.core.errors import InputError, RunError, hint, printable
-from genmodels.core.files import flat, located
+from genmodels.core.files import flat, is_exported, located
 
 
 def main(words: list[str]) -> int:
@@ -25,7 +25,9 @@ def main(words: list[str]) -> int:
         if word in ("--full", "full=true", "--open", "open=true"):
             flags[word.strip("-").removesuffix("=true")] = True
         elif key == "ckpt" and equals:
-            files += [v.strip() for v in value.strip("[]").split(",")]
+            value = value[1:-1] if value[:1] in "'\"" and value[:1] == value[-1:] else value
+            listed = [value] if Path(value).exists() else value.strip("[]").split(",")
+            files += [v.strip() for v in listed if v.strip()]
         elif word.startswith("-") or (equals and not Path(word).exists()):
             near = hint(key, ["--full", "--open", "ckpt", "full", "open"], "")
             raise InputError(f"unknown word {word!r}:{near} give checkpoints, --full for all of their "
@@ -91,7 +93,7 @@ def describe(ckpt: str | Path, full: bool = False) -> str:
         ("figures", ("\n" + " " * 15).join(printable(str(figure)) for figure in figures(path))),
         ("settings", _settings(config, header.get("model") or {}, full)),
         ("versions", f"genmodels {header.get('genmodels')}, torch {header.get('torch')}"),
-        ("verdict", _verdict(header, nonfinite_weight(path), missing_part(path))),
+        ("verdict", _verdict(header, nonfinite_weight(path), missing_part(path), is_exported(path))),
     ]
     return "\n".join(f"{name + ':':<14} {value}" for name, value in lines if value not in (None, ""))
 
@@ -111,10 +113,12 @@ def _settings(config: dict, model: dict, full: bool) -> str:
     return ("\n" + " " * 15).join(pairs) if full else " ".join(pairs)
 
 
-def _verdict(header: dict, nonfinite: str | None, missing: str | None) -> str:
+def _verdict(header: dict, nonfinite: str | None, missing: str | None, exported: bool) -> str:
     if missing is not None:
         return f"incomplete: its part {printable(missing)} is missing, copy the folder of its parts too"
     if nonfinite is not None:
         return f"unusable: weight {printable(nonfinite)} is not finite (the file itself is intact)"
+    if exported:
+        return "intact (checksum matches), weights alone: sample, evaluate, or train from them with init="
     state = "training finished" if header.get("finished") else "training can be continued with resume="
     return f"intact (checksum matches), {state}"

@@ -62,6 +62,9 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
     text = folder / "README.md"
     if text.is_file() and LIBRARY not in text.read_text(encoding="utf-8", errors="replace"):
         raise InputError(f"{text} is no card of a model of genmodels: choose another folder by out=")
+    for taken in () if text.is_file() else (folder / EXPORTED, folder / "samples.png"):
+        if taken.exists():
+            raise InputError(f"{taken} is there already, with no card: choose another folder by out=")
     model, header = load_model(located(ckpt), device="cpu", trust=trust)
     likelihoods, spec = _likelihoods(ckpt), model.spec
     write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})

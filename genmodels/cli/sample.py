@@ -137,8 +137,10 @@ def run(
     check_writable("out", target)
     if path is not None:
         check_path(Path(path), model.spec)
+        if Path(path).resolve() == target.resolve():
+            raise InputError(f"path={path} names the file of the samples: give another")
     if interpolate is not None:
-        _check_alone(asked, given)
+        _check_alone(asked, given | {"path": path})
         data = data_of(header, ckpt_path, trust)
         print(*strip(model, made, interpolate, frames, ema, Path(out) if out else None, place, data), sep="\n")
         return

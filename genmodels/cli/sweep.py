@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -29,14 +30,16 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, RunMode
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.compose import Composer
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import in_hydra, new_folder, write_text
+from genmodels.core.files import in_hydra, new_folder, write_text, write_whole
 from genmodels.verification.check import table
 
 _LONGEST = 80  # characters of a point's folder name
+_SET_BY_US = ("hydra.mode=", "hydra.sweep.dir=")
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Point:
         """The run folder of a point of `train`; None if the point names its own."""
         if self.command != "train" or config.get("run_dir") or config.get("resume"):
             return None
-        return Path(self.folder) / folder_name(self.title(words))
+        return Path(self.folder) / (folder_name(self.title(words)) or "defaults")
 
     def finished(self, words: Sequence[str], config: dict) -> Any | None:
         """The outcome of a point finished before with the same model, data, trainer and seed; None otherwise."""
@@ -271,6 +274,8 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
     folder = resumed or _folder(settings, parsed)
     swept = [o.key_or_group for o in parsed if o.is_sweep_override()] + list(settings.sweeper.get("params") or {})
     program = (sys.argv[0], *([composer.command] if sys.argv[1:2] == [composer.command] else []))
+    kept = {name: (folder / name).read_bytes() for name in ("multirun.yaml", "summary.txt")
+            if resumed and (folder / name).is_file()}  # fmt: skip
     task = Point(composer.command, tuple(swept), str(folder), program)
     config = composer.hydra.compose_config(
         composer.command, [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={in_hydra(str(folder))}"],
@@ -284,6 +289,10 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
         with suppress(OSError):  # a sweep that is refused leaves no empty folder
             folder.rmdir()
         raise
+    if all(isinstance(job.return_value, Failure) for job in launches.jobs):  # perhaps by settings of another sweep
+        for name, content in kept.items():
+            write_whole(folder / name, lambda file, content=content: file.write(content))
+        folder = None if "summary.txt" in kept else folder
     chosen = not settings.sweeper._target_.endswith("BasicSweeper")
     return _report(launches, folder if composer.command == "train" else None, chosen)
 
@@ -349,8 +358,18 @@ def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override]
     if composer.command != "train" or value is None:
         return parsed, None
     if value != "last":
-        folder = Path(str(value))
-        return (others, folder) if (folder / "multirun.yaml").is_file() else (parsed, None)
+        folder = Path(str(value)).expanduser()
+        if not (folder / "multirun.yaml").is_file():
+            return parsed, None
+        if all(o.is_hydra_override() for o in others):  # alone: with its own settings
+            try:
+                then = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
+                own = composer.parse([*then.task, *(o for o in then.hydra if not o.startswith(_SET_BY_US))])
+            except (OmegaConfBaseException, yaml.YAMLError, AttributeError) as error:
+                raise InputError(f"{folder / 'multirun.yaml'} holds no settings of a sweep: give those of this one, as "
+                                 "on its command line") from error
+            others = [*own, *others]
+        return others, folder
     settings = composer.settings(others)
     root = Path(settings.sweep.dir).parent
     named = any(o.key_or_group == "hydra.sweep.dir" for o in parsed)

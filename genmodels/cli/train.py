@@ -73,9 +73,9 @@ def run(
         init: a checkpoint, a run folder or hf://user/name of a model with the same options, from whose averaged weights
             training starts (fine-tuning); optimiser, steps and the statistics of the data begin anew.
         resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run; a
-            folder or checkpoint brings its settings where no model or data are chosen; `auto`, to continue where this
-            job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start; of a sweep, `last` or its
-            folder, to run only what is missing.
+            folder or checkpoint brings its settings where no group such as model or logger is chosen; `auto`, to
+            continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start; of a
+            sweep, `last` or its folder, to run only what is missing.
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes the configuration may name.
     """
@@ -190,7 +190,7 @@ def _check_end(
         raise RunError(f"stopped at step {lightning.global_step} of {steps}")
     every = options.validate_every_n_steps
     validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
-    if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
+    if not validated or not network.figures or done == lightning.global_step:  # figures of a file lack their errors
         # Its row is that of the last step, as of validations between steps.
         lightning.fit_loop.epoch_loop._batches_that_stepped = max(0, lightning.global_step - 1)
         lightning.validate(network, datamodule.val_dataloader(), verbose=False)

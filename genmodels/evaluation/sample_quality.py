@@ -18,8 +18,16 @@ from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import EvaluationState
 from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, fewest_items, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
-    Nearest, check_count, cubic_kernel, frechet_with_error, gaussian_kernel, kernel_distance, memorisation, nearest,
-    precision_recall, precision_recall_errors,
+    Nearest,
+    check_count,
+    cubic_kernel,
+    frechet_with_error,
+    gaussian_kernel,
+    kernel_distance,
+    memorisation,
+    nearest,
+    precision_recall,
+    precision_recall_errors,
 )  # fmt: skip
 from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
@@ -120,8 +128,7 @@ def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor)
 def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measures:
     """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
 
-    The Fréchet distance of features with `moments`, and the kernel distance, with a cubic kernel for such features and
-    a Gaussian one for coordinates.
+    The Fréchet distance of features with `moments`; the kernel is cubic for these, for coordinates Gaussian.
 
     Arguments:
         true, found: (n, D) features of held-out items and of samples.

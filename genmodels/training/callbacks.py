@@ -183,11 +183,13 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
 
     def on_train_end(self, trainer, pl_module) -> None:
-        """Save the last step; a checkpoint in parts becomes one file."""
+        """Save the last step; a checkpoint in parts becomes one file. Stop if a signal came in the last validation."""
         self._restore_signals()
         self.save(trainer, "last.ckpt")
         if trainer.is_global_zero:
             join_parts(self.run_dir / "best.ckpt")
+        if self._stops is None and self._stop not in (None, _REQUEUE):  # nothing is left to requeue
+            self._end(trainer, self._stop)
 
     def on_exception(self, trainer, pl_module, exception) -> None:
         """Restore the signal handlers."""
@@ -288,6 +290,10 @@ class NoBetter(EarlyStopping):
         self.monitor = next((key for key in pl_module.figures if key.startswith("val/")), None)
         if self.monitor is not None:
             super().on_validation_end(trainer, pl_module)
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        """A run that was stopped stays so, unless its patience is larger now."""
+        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def load_state_dict(self, state_dict: dict) -> None:
         """The state of the resumed run, with the patience that is configured now."""

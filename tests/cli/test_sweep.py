@@ -131,6 +131,24 @@ def test_resume_runs_only_what_is_missing(points, capsys):
     assert cli.main([*words, "seed=0,4", f"resume={only_sweep()}"]) == 0 and points == []
 
 
+def test_a_folder_alone_brings_the_settings_of_its_sweep(points, capsys):
+    words = ["train", "-m", "model.net.channels=8", "seed=0,1"]
+    assert cli.main(words) == 1
+    folder = only_sweep()
+    points.clear()
+    assert cli.main(["train", "-m", f"resume={folder}"]) == 1
+    ((config, *_),) = points  # the one that had failed
+    assert config["seed"] == 1 and config["model"]["net"]["channels"] == 8
+    assert Path(config["run_dir"]) == folder / "seed-1" and "1 of 2 points done" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"seed-0", "multirun.yaml", "summary.txt"}
+    kept = {name: (folder / name).read_text() for name in ("multirun.yaml", "summary.txt")}
+    assert "1 of 2 points done" in kept["summary.txt"]
+    assert cli.main(["train", "-m", "seed=1", "model.net.channels=16", f"resume={folder}"]) == 1  # all fail
+    assert {name: (folder / name).read_text() for name in kept} == kept
+    (folder / "multirun.yaml").write_text("hydra: 1")
+    assert cli.main(["train", "-m", f"resume={folder}"]) == 2 and "holds no settings" in capsys.readouterr().err
+
+
 def test_a_point_of_other_settings_is_not_taken_for_finished(points, capsys):
     assert cli.main(["train", "-m", "seed=0,3", "trainer.max_steps=100"]) == 0
     folder = only_sweep()

@@ -6,6 +6,8 @@ import csv
 import dataclasses
 import itertools
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.normalizing_flows import NSF
 from genmodels.models.optimizer import EMA
 from genmodels.training import trainer
+from genmodels.training.callbacks import FiniteMetrics
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 
 HERE = Path("c")
@@ -148,7 +151,24 @@ def test_a_run_that_does_not_improve_stops_early(tmp_path, capsys):
     header = read_header(run / "last.ckpt")
     assert header["step"] == 9 and header["finished"] and read_header(run / "best.ckpt")["step"] == 3
     assert "stopped at step 9 of 20, after 2 validations" in capsys.readouterr().out
+    assert main([*words, "resume=last"]) == 0 and read_header(run / "last.ckpt")["step"] == 9  # it stays stopped
+    assert "stopped at step 9 of 20" in capsys.readouterr().out
+    words[-2] = "trainer.early_stopping=3"
     assert main([*words, "resume=last"]) == 0 and read_header(run / "last.ckpt")["step"] == 12  # it goes on counting
+
+
+def test_a_signal_in_the_last_validation_ends_a_sweep(tmp_path, monkeypatch, capsys):
+    def stops(self, *arguments, check=FiniteMetrics.on_validation_end):
+        check(self, *arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(FiniteMetrics, "on_validation_end", stops)
+    words = ["train", "-m", *TINY[1:], "trainer.max_steps=3", "trainer.validate_every_n_steps=3"]
+    assert main([*words, "seed=0,1"]) == 130
+    (only,) = tmp_path.glob("runs/sweeps/*/*/last.ckpt")
+    assert only.parent.name == "seed-0" and read_header(only)["step"] == 3
+    assert "interrupted at step 3, saved" in capsys.readouterr().err
 
 
 def test_the_learning_rate_is_found_once_and_kept_by_a_resumed_run(tmp_path, capsys, monkeypatch):
