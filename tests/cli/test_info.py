@@ -12,6 +12,8 @@ import torch
 from genmodels.cli import info
 from genmodels.cli.main import main
 from genmodels.core.checkpoint import seal
+from genmodels.core.errors import InputError
+from genmodels.models.checkpoint import write_exported
 
 HEADER = {
     "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.15.0", "step": 1500,
@@ -137,6 +139,18 @@ def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):
     a, b = checkpoint("a.ckpt"), checkpoint("b.ckpt")
     assert info.main([f"ckpt=[{a},{b}]"]) == 0
     assert capsys.readouterr().out.count("verdict:") == 2
+    odd = checkpoint("a, b.ckpt")
+    for word in (f"ckpt={odd}", f"ckpt='{odd}'", f'ckpt="{odd}"'):
+        assert info.main([word]) == 0 and capsys.readouterr().out.count("verdict:") == 1
+    with pytest.raises(InputError, match="ckpt is missing"):
+        info.main(["ckpt="])
+
+
+def test_an_exported_model_is_not_said_to_be_resumable(tmp_path, capsys):
+    file = tmp_path / "model.safetensors"
+    write_exported(file, {"genmodels": {**HEADER, "finished": False}, "state_dict": WEIGHTS})
+    assert info.main([str(file)]) == 0
+    assert "weights alone: sample, evaluate, or train from them with init=" in capsys.readouterr().out
 
 
 def test_a_name_that_is_too_long_is_one_line(capsys):

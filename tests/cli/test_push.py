@@ -102,7 +102,11 @@ def test_a_readme_of_something_else_is_kept_and_a_card_is_replaced(folder, tmp_p
     assert main(["push", f"ckpt={folder}", "licence=mit", f"out={place}"]) == 2
     assert "no card of a model of genmodels" in capsys.readouterr().err
     assert [(path.name, path.read_text()) for path in place.iterdir()] == [("README.md", "# My notes")]
-    (place / "README.md").unlink()
+    (place / "README.md").rename(place / "samples.png")
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={place}"]) == 2
+    assert "samples.png is there already, with no card" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in place.iterdir()] == [("samples.png", "# My notes")]
+    (place / "samples.png").unlink()
     for licence in ("mit", "cc0-1.0"):
         assert main(["push", f"ckpt={folder}", f"licence={licence}", f"out={place}"]) == 0
     assert "license: cc0-1.0" in (place / "README.md").read_text()

@@ -112,11 +112,13 @@ def test_the_way_between_two_items(folder):
         ({"temperature": float("nan")}, "temperature must be a finite number .* got nan"),
         ({"sampler": "heun", "eta": 0.5}, "eta is an option of sampler=ddim"),
         ({"interpolate": [3, 17], "guidance": 2.0}, "leave out guidance"),
+        ({"interpolate": [3, 17], "path": "a.gif"}, "leave out path"),
+        ({"path": "a.png", "out": "./a.png"}, "path=a.png names the file of the samples"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(folder, options, said):
     with pytest.raises(ValueError, match=said):
-        run(ckpt=str(folder), n=2 if "interpolate" not in options else 64, out=None, **options)
+        run(ckpt=str(folder), n=2 if "interpolate" not in options else 64, **{"out": None} | options)
 
 
 def test_vectors_become_a_table_that_is_read_back(tmp_path):
