@@ -389,9 +389,8 @@ def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
     taken = [] if isinstance(held, dict) and {"rows", "models"} <= {*held} else ["table.json", "table.md"]
     taken += ["report.html"] if taken and _held(folder / "report.json") is None else []
     taken = [folder / name for name in taken if (folder / name).exists()]
-    csv_file = folder / "table.csv"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        taken += [] if csv_file.read_text(encoding="utf-8").startswith("row,model,checkpoint,") else [csv_file]
+    with contextlib.suppress(OSError), open(folder / "table.csv", encoding="utf-8", errors="replace") as file:
+        taken += [] if file.readline().startswith("row,model,checkpoint,") else [folder / "table.csv"]
     if taken:
         raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give out=<folder>")
 

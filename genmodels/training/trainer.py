@@ -69,7 +69,8 @@ class TrainerOptions:
         compile: compile the network with torch.compile.
         accumulate: batches per optimiser step.
         validate_every_n_steps: steps between validations, 0 for a single one at the end.
-        early_stopping: stop after so many validations in a row without a better metric, 0 for never.
+        early_stopping: stop after so many validations in a row without a better metric, 0 for never; a run that was
+            stopped goes on with a larger number.
         lr_find: before training, choose model.optimizer.lr by Lightning's learning-rate finder.
         limit_validation: largest number of batches per validation, None for all.
         limit_evaluation: default number of items for evaluate.py on models of this run, None for all.

@@ -207,7 +207,7 @@ def test_files_next_to_a_report_that_are_of_none_are_kept(gaussians, tmp_path, n
 def test_files_where_a_table_goes_that_are_of_none_are_kept(gaussians, tmp_path, name):
     words = [f"ckpt=[{gaussians}/flow,{gaussians}/energy]", "out=c", "stages=[likelihood]"]
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / name).write_text("a,b,c\n1,2,3\n")
+    (tmp_path / "c" / name).write_bytes(b"\xe4,b,c\n1,2,3\n")
     _, err = evaluate(*words, cwd=tmp_path, code=2)
     assert f"{name} is of no evaluation and would be replaced: give out=<folder>" in err
     assert [path.name for path in (tmp_path / "c").iterdir()] == [name]
