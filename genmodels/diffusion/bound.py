@@ -25,6 +25,7 @@ from genmodels.core.tensors import event_sum
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.guidance import require_unaltered
 from genmodels.diffusion.path import (
+    NOISIEST,
     Path,
     Variance,
     alpha_sigma,
@@ -35,9 +36,6 @@ from genmodels.diffusion.path import (
     variance_function,
 )
 from genmodels.diffusion.schedule import step_to_time
-
-#: Log-SNR at which a schedule without signal at its end is cut: beyond, an example costs less than 1e-8 nats.
-_NOISIEST = -20.0
 
 
 def prior_term(x0: Tensor, log_snr: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -332,7 +330,7 @@ def continuous_elbo(
     require_unaltered(denoiser)
     n = len(x0)
     ends = check_grid(denoiser.schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device)
-    ends = ends.clamp(min=_NOISIEST)
+    ends = ends.clamp(min=NOISIEST)
     span = ends[1] - ends[0]
     strata = torch.arange(draws, dtype=torch.float64, device=x0.device)
     share = ((strata + draws_in_strata((n, replicates, draws), generator, x0.device)) / draws).flatten(1)

@@ -18,7 +18,7 @@ from genmodels.diffusion.denoiser import AtAnyTime, FlowMap
 from genmodels.diffusion.flow_matching import FlowMatching
 from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above, times_of
 from genmodels.diffusion.parameterisation import Prediction
-from genmodels.diffusion.path import alpha_sigma, expand, q_sample
+from genmodels.diffusion.path import NOISIEST, alpha_sigma, expand, q_sample
 from genmodels.diffusion.sampling import Defaults, Memory, log_snrs
 from genmodels.diffusion.sampling import predict as predict_at
 from genmodels.diffusion.weighting import TimeSampler, TimeSamplerName, WeightingName
@@ -30,7 +30,6 @@ CONSISTENCY_WEIGHTINGS = {
     "none": lambda t, s: torch.ones_like(t),
 }
 ConsistencyWeighting = Literal["ict", "ect", "none"]
-_NOISIEST = -20.0  # log-SNR in place of that without signal, whose sigma/alpha is infinite
 
 
 class Consistency(Simple):
@@ -86,7 +85,7 @@ class Consistency(Simple):
         mask: Tensor | None,
     ) -> ObjectiveOutput:
         t = times_of(denoiser.schedule, u)
-        noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t).clamp(min=_NOISIEST)
+        noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t).clamp(min=NOISIEST)
         r_t = torch.exp(-log_snr_t / 2)
         r_s = self.earlier(r_t)
         log_snr_s, x_t = -2 * torch.log(r_s), q_sample(x0, log_snr_t, noise)

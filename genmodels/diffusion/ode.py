@@ -21,7 +21,7 @@ from genmodels.core.errors import InputError, at_least, one_of, refusals
 from genmodels.core.random import Generator, child, uniform
 from genmodels.core.tensors import event_sum, hide, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
-from genmodels.diffusion.path import alpha_sigma, expand
+from genmodels.diffusion.path import NOISIEST, alpha_sigma, expand
 from genmodels.diffusion.solvers import SOLVERS, FixedSteps, SolverError
 
 Field = Callable[[Tensor], Tensor]
@@ -87,8 +87,7 @@ def rademacher(shape: tuple[int, ...], generator: Generator, *, device: torch.de
 
 #: The exact divergence is the default up to this many scalars.
 EXACT_UP_TO = 64
-#: Log-SNRs beyond these are clean data and pure noise: trajectories end here where a schedule is unbounded.
-_ENDS = (20.0, -20.0)
+_CLEANEST = 20.0  # log-SNR of clean data, from where trajectories start at most
 
 
 @dataclass
@@ -215,7 +214,7 @@ class OdeDensity:
             return schedule.log_snr_rate(place).detach()[:, None] * found if in_time else found
 
         volume = x.new_zeros(len(x), 1 if probes is None else probes.shape[1])
-        ends = torch.tensor([min(log_snr, _ENDS[0]), last_log_snr(schedule)], dtype=torch.float64)
+        ends = torch.tensor([min(log_snr, _CLEANEST), last_log_snr(schedule)], dtype=torch.float64)
         ends = (schedule.time_of(ends).detach() if in_time else ends).tolist()
         try:
             solution = self.solve(derivative, torch.cat([x.flatten(1), volume], 1), *ends)
@@ -228,7 +227,7 @@ class OdeDensity:
 
 def last_log_snr(schedule) -> float:
     """The log-SNR of a schedule at t = 1, -20 at least."""
-    return max(schedule.end_points[1], _ENDS[1])
+    return max(schedule.end_points[1], NOISIEST)
 
 
 def field(

@@ -25,6 +25,9 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import InputError
 
+#: Log-SNR in place of that without any signal, -inf, where a schedule ends there: less costs under 1e-8 nats.
+NOISIEST = -20.0
+
 
 class Path(nn.Module):
     """A path on [0, 1], given by `alpha_sigma`, its derivatives `rates`, and `time_of`; the rest is derived.
