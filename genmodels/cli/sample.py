@@ -100,6 +100,7 @@ def run(
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
+    _check_beside(out)
 
     ckpt_path, place, trust = located(ckpt), place_of(ckpt), trust or []
     verify(ckpt_path)
@@ -162,6 +163,15 @@ def run(
     print(*lines, *written, *unmixed(made), sep="\n")
     if path is not None:
         print(write_path(samples, model.spec, Path(path), frames))
+
+
+def _check_beside(out: str | None) -> None:
+    """Refuse to replace what is not known to be ours: the files next to `out` where `out` itself does not exist."""
+    beside = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
+    target = Path(out or "")
+    for suffix in beside.get(target.suffix.lower(), ()):
+        if (place := target.with_suffix(suffix)).exists() and not target.exists():
+            raise InputError(f"out={out} also writes {place}, which exists: give another name")
 
 
 def _unusual(options: dict, named: dict, ema: bool | float) -> dict:

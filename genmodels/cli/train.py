@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from genmodels.cli.schema import TARGET, Schema
-from genmodels.core.checkpoint import verify
+from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import flat, located, write_text
 from genmodels.core.random import seed_of
@@ -312,7 +312,18 @@ def _resumed(
     if steps < header["step"]:
         raise InputError(f"the run in {path.parent} has made {header['step']} steps, for {steps} there is nothing "
                          "left to do: give a larger trainer.max_steps (or max_epochs) to go on")
+    _check_last(path, header["step"])
     return header, changed
+
+
+def _check_last(path: Path, step: int) -> None:
+    """Refuse to go on from a checkpoint before the last one of its run, which the next would replace."""
+    last, later = path.with_name("last.ckpt"), step
+    with suppress(InputError, RunError):  # a damaged one is worth nothing
+        later = read_header(last)["step"] if last.is_file() else step
+    if later > step:
+        raise InputError(f"resume: {path} is at step {step}, and {last}, which would be replaced, at {later}: give "
+                         "resume=last, or move that file elsewhere first")
 
 
 def _callbacks(folder: Path, options: TrainerOptions) -> list:

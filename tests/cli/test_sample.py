@@ -140,6 +140,17 @@ def test_vectors_become_a_table_that_is_read_back(tmp_path):
         check_target(tmp_path / "pictures.csv", DataSpec("digits", (1, 8, 8), levels=17))
 
 
+def test_the_files_beside_a_table_are_not_replaced(tmp_path):
+    main(["train", "model=nsf", "data=toy", f"run_dir={tmp_path / 'run'}", "trainer.max_steps=1", "logger=csv"])
+    (tmp_path / "x.json").write_text("mine", encoding="utf-8")
+    with pytest.raises(InputError, match=r"x.csv also writes .*x.json, which exists"):
+        run(ckpt=str(tmp_path / "run"), n=2, out=str(tmp_path / "x.csv"))
+    assert (tmp_path / "x.json").read_text(encoding="utf-8") == "mine"
+    for _ in range(2):  # one's own are
+        run(ckpt=str(tmp_path / "run"), n=2, out=str(tmp_path / "y.csv"))
+    assert "sampler" in (tmp_path / "y.json").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("options", [{"size": [100_000, 100_000]}, {"size": [100_000, 100_000], "n": 1}])
 def test_sizes_beyond_any_memory_are_refused_at_once(folder, options, tmp_path):
     with pytest.raises(InputError, match=r"at once would take [\d,]+ GB or more: lower batch_size, or size=\[100000"):

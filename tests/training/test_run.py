@@ -353,6 +353,20 @@ def test_fewer_steps_than_were_made_leave_a_run_as_it_was(tmp_path, monkeypatch,
     assert found.out == "" and contents(Path("a")) == before
 
 
+def test_a_checkpoint_before_the_last_is_resumed_only_where_the_last_is_not_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [*SHORT, "trainer.max_steps=2", "trainer.validate_every_n_steps=2", "run_dir=a"]
+    command("train", *words)
+    command("train", *SHORT, "trainer.max_steps=3", "trainer.validate_every_n_steps=0", "run_dir=a", "resume=last")
+    words = ["train", *SHORT, "trainer.max_steps=4", "resume=a/best.ckpt"]
+    assert [read_header(f"a/{name}.ckpt")["step"] for name in ("best", "last")] == [2, 3]
+    before = contents(Path("a"))
+    assert main(words) == 2 and contents(Path("a")) == before
+    assert "best.ckpt is at step 2, and a/last.ckpt, which would be replaced, at 3" in capsys.readouterr().err
+    Path("a/last.ckpt").write_bytes(b"damaged")
+    assert main(words) == 0 and read_header("a/last.ckpt")["step"] == 4
+
+
 def test_a_finished_run_that_is_resumed_shows_its_figures_with_their_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*SHORT, "trainer.max_steps=3", "trainer.validate_every_n_steps=3", "run_dir=a"]
