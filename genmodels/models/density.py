@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from scipy.spatial import cKDTree
 from torch import Tensor
 
 from genmodels.core.data import Batch
@@ -128,13 +129,14 @@ def over_the_plane(
 ) -> tuple[float, float, int]:
     """The integral of a density over the whole plane, its error, and the number of points it took.
 
-    The plane is mapped to a square, u = t / (1 - t^2) along the axes of the samples, and the square cut into cells that
-    are quartered, where they hold many samples and then where that changes their mass, until the changes add up to
-    `settled`, or `most` points are spent.
+    The plane is mapped to a square, u = t / (1 - t^2) in each coordinate, in units of the samples' deviations, and the
+    square cut into cells that are quartered, where they hold many samples and then where that changes their mass, until
+    the changes add up to `settled`, or `most` points are spent. What samples, and points beyond the outermost ones,
+    show of a peak between the points of the rule counts as error too.
 
     Arguments:
         log_density: of points (N, 2) float64.
-        samples: (N, 2) float64 of the density, or nearly: no peak that they show is overlooked.
+        samples: (N, 2) float64 of the density, or nearly: peaks that they show are found.
 
     Example:
         >>> x = torch.randn(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -142,16 +144,25 @@ def over_the_plane(
         >>> round(mass, 4), error <= 2e-4
         (1.0, True)
     """
-    centre, axes = samples.mean(0), torch.linalg.cholesky(samples.T.cov())
-    along = torch.linalg.solve_triangular(axes, (samples - centre).T, upper=False).T
-    low, size = _crowded(2 * along / (1 + (1 + 4 * along.square()).sqrt()))
-    coarse, mass, doubt, seen = _masses(log_density, centre, axes, low, size), 0.0, 0.0, 0
+    samples = samples[samples.isfinite().all(1)]
+    centre, scale = samples.mean(0), samples.std(0).clamp(min=1e-100)
+    probes = torch.cat([samples, _beyond(samples)])
+    along = (probes - centre) / scale
+    t = 2 * along / (1 + (1 + 4 * along.square()).sqrt())
+    low, size, owner = _crowded(t, len(samples))
+    height = torch.cat([log_density(rows) for rows in probes.split(_CELLS * _NODES**2)])
+    height = height.to(t.dtype).exp() * _slope(t, scale)
+    coarse, mass, doubt, seen = _masses(log_density, centre, scale, low, size)[0], 0.0, 0.0, len(probes)
     while len(low):
         # Compare each cell with its four quarters, and finish the cells with the smallest changes.
+        owner = 4 * owner + _quarter_of(t, low[owner], size[owner])
         low, size = _quarters(low, size)
-        fine = _masses(log_density, centre, axes, low, size).view(-1, 4)
+        fine, peak = _masses(log_density, centre, scale, low, size)
         seen += fine.numel() * _NODES**2
-        error = (fine.sum(1) - coarse).abs().nan_to_num(math.inf)
+        shown = torch.zeros_like(peak).scatter_reduce(0, owner, height, "amax")
+        missed = torch.where(shown > 2 * peak, shown * size.square(), 0.0)
+        fine = fine.view(-1, 4)
+        error = ((fine.sum(1) - coarse).abs() + missed.view(-1, 4).sum(1)).nan_to_num(math.inf)
         order = error.argsort()
         sums = doubt + error[order].cumsum(0)
         every = bool(sums[-1] <= settled) or seen > most
@@ -160,24 +171,42 @@ def over_the_plane(
         mass, doubt = mass + float(fine[done].sum()), doubt + float(error[done].sum())
         left = ~done.repeat_interleave(4)
         low, size, coarse = low[left], size[left], fine[~done].flatten()
+        stays = left[owner]
+        t, height, owner = t[stays], height[stays], (left.cumsum(0) - 1)[owner[stays]]
     return mass, doubt, seen
 
 
-def _crowded(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Cells (corner, size) of the square (-1, 1)^2 with few samples each, so that no peak lies between their points."""
-    low, size = samples.new_full((1, 2), -1.0), samples.new_full((1,), 2.0)
-    owner = torch.zeros(len(samples), dtype=torch.long, device=samples.device)
+def _beyond(samples: Tensor) -> Tensor:
+    """Points (2 N, 2) one and two steps from each sample away from its eighth neighbour: some lie outside a peak."""
+    places = samples.cpu().numpy()
+    neighbour = cKDTree(places).query(places, k=[min(9, len(places))])[1][:, 0]  # the first is the sample itself
+    step = samples - samples[torch.as_tensor(neighbour, device=samples.device)]
+    return torch.cat([samples + step, samples + 2 * step])
+
+
+def _crowded(points: Tensor, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cells (corner, size) of the square [-1, 1)^2 with few of the first `samples` points each, and every point's cell.
+
+    A cell with many may hold a peak between the points of the rule.
+    """
+    low, size = points.new_full((1, 2), -1.0), points.new_full((1,), 2.0)
+    owner = torch.zeros(len(points), dtype=torch.long, device=points.device)
     for _ in range(_DEPTH):
-        full = torch.bincount(owner, minlength=len(low)) > _CROWD
+        full = torch.bincount(owner[:samples], minlength=len(low)) > _CROWD
         if not bool(full.any()):
             break
         # Full cells are replaced by their quarters, after the cells that stay.
         index = torch.where(full, (~full).sum() + 4 * (full.cumsum(0) - 1), (~full).cumsum(0) - 1)
-        upper = (samples >= low[owner] + size[owner, None] / 2).long()
-        owner = index[owner] + torch.where(full[owner], 2 * upper[:, 0] + upper[:, 1], 0)
+        owner = index[owner] + torch.where(full[owner], _quarter_of(points, low[owner], size[owner]), 0)
         below, halves = _quarters(low[full], size[full])
         low, size = torch.cat([low[~full], below]), torch.cat([size[~full], halves])
-    return low, size
+    return low, size, owner
+
+
+def _quarter_of(points: Tensor, low: Tensor, size: Tensor) -> Tensor:
+    """The number of the quarter of its cell, in the order of `_quarters`, in which each point lies."""
+    upper = (points >= low + size[:, None] / 2).long()
+    return 2 * upper[:, 0] + upper[:, 1]
 
 
 def _quarters(low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,15 +215,24 @@ def _quarters(low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     return (low[:, None] + corners * size[:, None, None] / 2).flatten(0, 1), (size / 2).repeat_interleave(4)
 
 
-def _masses(log_density: Callable, centre: Tensor, axes: Tensor, low: Tensor, size: Tensor) -> Tensor:
-    """The integral of the density over each cell of the square, by the rule of Gauss and Legendre."""
+def _slope(t: Tensor, scale: Tensor) -> Tensor:
+    """The area of the plane for one of the square, at points of the square."""
+    return ((1 + t.square()) / (1 - t.square()).square()).prod(1) * scale.prod()
+
+
+def _masses(log_density: Callable, centre: Tensor, scale: Tensor, low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """The integral of the density over each cell of the square by the rule of Gauss and Legendre, and its largest term.
+
+    The term is a density in the square.
+    """
     nodes, weights = (torch.as_tensor(v, dtype=low.dtype, device=low.device)
                       for v in np.polynomial.legendre.leggauss(_NODES))
     at, weight = torch.cartesian_prod(nodes, nodes), torch.cartesian_prod(weights, weights).prod(1) / 4
-    found = []
+    found, largest = [], []
     for corner, side in zip(low.split(_CELLS), size.split(_CELLS), strict=True):
         t = (corner[:, None] + side[:, None, None] * (1 + at) / 2).flatten(0, 1)
-        slope = ((1 + t.square()) / (1 - t.square()).square()).prod(1) * axes.diagonal().prod()
-        density = log_density(centre + t / (1 - t.square()) @ axes.T).to(low.dtype).exp() * slope
-        found.append(density.view(len(side), -1) @ weight * side.square())
-    return torch.cat(found)
+        density = log_density(centre + scale * t / (1 - t.square())).to(low.dtype).exp() * _slope(t, scale)
+        density = density.view(len(side), -1)
+        found.append(density @ weight * side.square())
+        largest.append(density.amax(1))
+    return torch.cat(found), torch.cat(largest)

@@ -210,7 +210,7 @@ def forward_sum(scores: Tensor, text_mask: Tensor | None = None, frame_mask: Ten
     Arguments:
         scores, text_mask, frame_mask: as for `monotonic_alignment_search`.
 
-    Shapes: the result is `(B,)`.
+    Shapes: the result is `(B,)`; it is computed in float64.
     Errors: those of `monotonic_alignment_search`; there are no second derivatives.
 
     Example:
@@ -219,7 +219,7 @@ def forward_sum(scores: Tensor, text_mask: Tensor | None = None, frame_mask: Ten
         tensor([6.4076])
     """
     tokens, frames = lengths(scores.detach(), text_mask, frame_mask)
-    return _ForwardSum.apply(scores, tokens, frames)
+    return _ForwardSum.apply(scores, tokens, frames).to(scores.dtype)
 
 
 def log_paths(tokens: Tensor, frames: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def log_mean_over_paths(
         2.0
     """
     tokens, frames = lengths(scores.detach(), text_mask, frame_mask)
-    return _ForwardSum.apply(scores, tokens, frames).double() - log_paths(tokens, frames)
+    return _ForwardSum.apply(scores, tokens, frames) - log_paths(tokens, frames)
 
 
 class _ForwardSum(torch.autograd.Function):
@@ -255,8 +255,10 @@ class _ForwardSum(torch.autograd.Function):
     def forward(ctx, scores, tokens, frames):
         batch, size, length = scores.shape
         valid = _within(tokens, size)[:, :, None] & _within(frames, length)[:, None, :]
-        hidden = torch.where(valid, scores, -torch.inf).permute(2, 0, 1)  # (T, B, N)
-        forward = scores.new_full((length, batch, size + 1), -torch.inf)
+        # In float64: the posterior is a difference of sums over all frames, which float32 rounds by 0.01 nats at 1e5.
+        hidden = torch.where(valid, scores.double(), -torch.inf).permute(2, 0, 1)  # (T, B, N)
+        ctx.dtype = scores.dtype
+        forward = hidden.new_full((length, batch, size + 1), -torch.inf)
         forward[0, :, 1] = hidden[0, :, 0]
         for j in range(1, length):
             forward[j, :, 1:] = torch.logaddexp(forward[j - 1, :, :-1], forward[j - 1, :, 1:]) + hidden[j]
@@ -270,7 +272,7 @@ class _ForwardSum(torch.autograd.Function):
         hidden, forward, total, tokens, frames = ctx.saved_tensors
         length, batch, size = hidden.shape
         end = torch.where(torch.arange(size, device=hidden.device) == tokens[:, None] - 1, 0.0, -torch.inf)
-        end = end.to(hidden.dtype)
+        end = end.double()
         rest = hidden.new_full((batch, size + 1), -torch.inf)  # of the paths from (i, j) on, without (i, j) itself
         posterior = torch.zeros_like(hidden)
         for j in reversed(range(length)):
@@ -278,7 +280,7 @@ class _ForwardSum(torch.autograd.Function):
             onward = torch.where((frames == j + 1)[:, None], end, onward)
             posterior[j] = torch.exp(forward[j, :, 1:] + onward - total[:, None])
             rest[:, :-1] = onward + hidden[j]
-        return (posterior * grad[:, None]).permute(1, 2, 0), None, None
+        return (posterior * grad[:, None]).permute(1, 2, 0).to(ctx.dtype), None, None
 
 
 @cache

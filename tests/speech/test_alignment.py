@@ -182,6 +182,22 @@ def test_its_gradient_is_the_posterior():
     torch.autograd.gradcheck(lambda s: forward_sum(s), torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True))
 
 
+def test_the_posterior_of_a_long_mel_in_float32_is_a_probability():
+    """Log-densities of 80 bands: sums near -1e5, where a step of float32 is 0.01."""
+    generator = torch.Generator().manual_seed(0)
+    means = 0.15 * torch.randn(80, 120, generator=generator)
+    frames = means[:, torch.arange(1000) * 120 // 1000] + torch.randn(80, 1000, generator=generator)
+    scores = -0.5 * (frames[:, None] - means[:, :, None]).square().sum(0)[None] - 0.9189385 * 80
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        given = scores.to(dtype).requires_grad_()
+        total = forward_sum(given)
+        assert total.dtype == dtype
+        found[dtype] = torch.autograd.grad(total.sum(), given)[0].double()
+    torch.testing.assert_close(found[torch.float32].sum(1), torch.ones(1, 1000, dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[torch.float32], found[torch.float64], atol=1e-6, rtol=0)
+
+
 def test_the_vector_of_the_sum():
     grid = torch.tensor([[[1.0, 3, 1, 1], [1, 2, 2, 2], [4, 2, 1, 0]]], dtype=torch.float64)
     assert float(forward_sum(grid)) == pytest.approx(6.407605964, abs=1e-9)
