@@ -18,6 +18,7 @@ from genmodels.models.checkpoint import load_model, write_exported
 from genmodels.report.compare import report_target
 
 LIBRARY = "library_name: genmodels"
+_NOT_EVALUATED = "Not evaluated yet: `genmodels evaluate` states it with its kind and error."
 
 
 def run(
@@ -123,7 +124,7 @@ def _likelihoods(ckpt: str) -> list[str]:
     """
     found = report_target(place_of(ckpt), None, several=False)
     if not found.is_file():
-        return ["Not evaluated yet: `genmodels evaluate` states it with its kind and error."]
+        return [_NOT_EVALUATED]
     try:
         report = json.loads(found.read_text(encoding="utf-8"))
         lines, of = _listed(report), report["checkpoint"]["sha256"]
@@ -138,14 +139,17 @@ def _likelihoods(ckpt: str) -> list[str]:
 def _listed(report: dict) -> list[str]:
     """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
     rows = ["| value | unit | kind | how |", "|---|---|---|---|"]
+    if not report["likelihood"]:
+        return [_NOT_EVALUATED]
     for line in report["likelihood"]:
         unnormalised = line["kind"] == "unnormalised"
         shown = "none" if unnormalised else f"{line['mark']} {with_error(value_of(line)[1], line['se_data'])}"
         rows.append(f"| `{shown}` | {UNITS[line['unit']]} | {line['kind']} | {line['how']} |")
-    data = report["data"]
+    data, weights = report["data"], report["checkpoint"]["weights"]
+    by = {"ema": "", "raw": ", by the raw weights (ema=false)"}.get(weights, f", by the average with ema={weights}")
     return [*rows, "", f"On {data['items']:,} items of the {data['split']} split of {data['name']}"
-            f"{' (not all)' if data['limited'] else ''}. `=` is exact, `<=` a bound (the true value is at most this), "
-            "`~` computed by an ODE solver; in brackets one standard error in the last digits."]
+            f"{' (not all)' if data['limited'] else ''}{by}. `=` is exact, `<=` a bound (the true value is at most "
+            "this), `~` computed by an ODE solver; in brackets one standard error in the last digits."]
 
 
 def upload(folder: Path, names: list[str], to: str, private: bool) -> str:

@@ -29,6 +29,7 @@ from genmodels.evaluation.samples import (
 from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.plots.images import LEGIBLE, grid, images_of
 
+_FRAMES = 10  # of a trajectory or an interpolation
 _CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
 
@@ -95,7 +96,7 @@ def run(
             raise InputError(f"{key} must be at least {least}, got {value}")
     require_partners(options | {"inpaint": inpaint, "mask": mask, "edit": edit, "chunk": chunk,
                                 "stream": stream or None, "frames": frames, "path": path, "interpolate": interpolate})
-    frames = 10 if frames is None else frames
+    frames = _FRAMES if frames is None else frames
     out, path = (place if place is None else os.path.expanduser(place) for place in (out, path))
     for key, place in (("out", out), ("path", path)):
         if place is not None:
@@ -271,6 +272,8 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
     sheet = between(model, ends, frames, ema, data)
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
+        words += "" if frames == _FRAMES else f"_frames-{frames}"
+        words += "" if ema is True else f"_ema-{ema}"
         target = place.parent / "samples" / f"{place.stem}_between-{words}.png"
     made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema), **origin}
     save_png(sheet, target, made)

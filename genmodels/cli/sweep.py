@@ -35,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from genmodels.cli.compose import Composer
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import in_hydra, new_folder, write_text, write_whole
+from genmodels.core.files import in_hydra, new_folder, place_of, write_text, write_whole
 from genmodels.verification.check import table
 
 _LONGEST = 80  # characters of a point's folder name
@@ -75,7 +75,7 @@ class Point:
             folder, finished = self.place(words, checked), self.finished(words, checked)
             if finished is not None:  # a job that was started again, or an equal point
                 return finished
-            own = {} if folder is None else {"run_dir": str(folder)}
+            own = self.report(words, checked) if folder is None else {"run_dir": str(folder)}
             if folder is not None and (folder / "last.ckpt").is_file():
                 own["resume"] = "last"
             with _alone([*self.program, *words, *(f"++{key}={in_hydra(value)}" for key, value in own.items())]):
@@ -102,6 +102,15 @@ class Point:
         if self.command != "train" or config.get("run_dir") or config.get("resume"):
             return None
         return Path(self.folder) / (folder_name(self.title(words)) or "defaults")
+
+    def report(self, words: Sequence[str], config: dict) -> dict:
+        """The place of the report of a point of `evaluate`, which would be the same for all; empty if it is not."""
+        if self.command != "evaluate" or config.get("out") or {*self.swept} <= {"ckpt", "split", "limit"}:
+            return {}
+        ckpt, name = config["ckpt"], folder_name(self.title(words))
+        single = ckpt if isinstance(ckpt, str) else ckpt[0] if len(ckpt) == 1 else None
+        where = f"comparison_{name}" if single is None else place_of(single).with_name(f"report_{name}.json")
+        return {"out": str(where)}
 
     def finished(self, words: Sequence[str], config: dict) -> Any | None:
         """The outcome of a point finished before with the same model, data, trainer and seed; None otherwise."""

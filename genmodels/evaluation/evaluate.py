@@ -257,7 +257,8 @@ class Evaluation:
                         stage()
         except (KeyboardInterrupt, Interrupted):
             self.report.partial = True
-            raise Interrupted("interrupted: the stages that were finished are in the report") from None
+            kept = "the stages that were finished are in the report" if self.report.seconds else "no stage was finished"
+            raise Interrupted(f"interrupted: {kept}") from None
         return self.report
 
     def _references(self) -> list[Reference]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, progress_bar
+from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import write_whole
 from genmodels.core.random import seed_of
 
@@ -73,9 +74,13 @@ class Cache:
             return None
 
     def put(self, key: str, value):
-        """Store a result of tensors and plain types, and return it."""
-        if self.folder is not None:
-            write_whole(self.folder / f"{key}.pt", lambda file: torch.save(value, file))
+        """Store a result of tensors and plain types, and return it; a warning where it cannot be stored."""
+        try:
+            if self.folder is not None:
+                write_whole(self.folder / f"{key}.pt", lambda file: torch.save(value, file))
+        except RunError as error:
+            warnings.warn(f"{error}; going on without a cache, GENMODELS_CACHE names another folder", stacklevel=2)
+            self.folder = None
         return value
 
     def parts(self, key: str, own: Sequence[int], compute: Callable[[list[int]], Iterable[tuple[int, Any]]]) -> dict:

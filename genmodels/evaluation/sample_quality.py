@@ -282,7 +282,7 @@ class FidelityStage:
         """Raise an InputError for a number of samples that cannot be compared, before anything is computed."""
         self._count()
 
-    def _count(self) -> tuple[int, str | None]:
+    def _count(self, most: float = math.inf) -> tuple[int, str | None]:
         opened, request = self.state.opened, self.state.request
         if opened.spec.text is not None:
             return 0, None
@@ -292,7 +292,7 @@ class FidelityStage:
             return _SHOWN, "they are compared with held-out items: split=test or split=val"
         fewest, items = fewest_items(opened.spec, request.features), opened.items
         if request.samples == "auto":
-            items = self._matched(items, fewest)
+            items = min(self._matched(items, fewest), most)
         return count_for(request.samples, items, fewest, request.force, request.features != "auto")
 
     def _matched(self, items: int, fewest: int) -> int:
@@ -413,13 +413,8 @@ class FidelityStage:
 
     def sweeps(self) -> None:
         """Fidelity and cost at several numbers of steps, and at several temperatures."""
-        opened, request = self.state.opened, self.state.request
-        for key in request.sweeps:
-            fewest = fewest_items(opened.spec, request.features)
-            if opened.spec.encoding is not None or request.split == "train":
-                self.state.report.warnings.append(f"no sweep over {key}: {self._count()[1]}")
-                continue
-            n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items, fewest)), fewest, request.force)
+        for key in self.state.request.sweeps:
+            n, reason = self._count(most=_SWEPT)
             if reason is not None:
                 self.state.report.warnings.append(f"no sweep over {key}: {reason}")
                 continue

@@ -228,7 +228,8 @@ def compare(
         try:
             evaluation.run()
         except Interrupted:
-            _write(evaluation, target)
+            if evaluation.report.seconds:
+                print(*_write(evaluation, target), sep="\n", file=sys.stderr)
             raise
         except (RunError, InputError) as error:
             failures[path] = str(error)
@@ -242,9 +243,6 @@ def compare(
     if not done:
         messages = dict.fromkeys(failures.values())
         raise first if len(messages) == 1 else RunError("; ".join(messages))
-    for evaluation, _ in done:
-        options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
-        log_evaluation(evaluation.opened.path.parent, options, plain(evaluation.report))
     table = make_table(
         in_one_network([evaluation.report for evaluation, _ in done]), [evaluation.arrays for evaluation, _ in done],
         rank=request.rank, command=command, failures=list(failures.items()),
@@ -258,6 +256,9 @@ def compare(
         lines.append(f"table: {folder / 'table.md'}")
         page = folder / "report.html"
     write_page(table, [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
+    for evaluation, _ in done:
+        options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
+        log_evaluation(evaluation.opened.path, options, plain(evaluation.report), evaluation.opened.model.spec.name)
     notes = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
     return Comparison(table, page, [*lines, f"page: {page}"], [*failures.values(), *notes])
 

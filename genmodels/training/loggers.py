@@ -11,6 +11,7 @@ import netrc
 import os
 import re
 import secrets
+import warnings
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -126,7 +127,8 @@ class LoggerOptions:
             loggers.append(WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir),
                                        offline=self.wandb == "offline"))
         if self.tensorboard:
-            loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
+            loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard",
+                                             purge_step=resume_step + 1 if resume_step else None))
         return loggers
 
     def wandb_run(self, run_dir: Path, model: str, data: str):
@@ -319,24 +321,38 @@ def identity_of(run_dir: Path) -> tuple[str, str]:
     return run_id, ours[0] if ours else datetime.strptime(record, "%Y%m%d_%H%M%S").strftime(_TIME)
 
 
-def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
+def log_evaluation(checkpoint: Path, options: LoggerOptions, report: dict, data: str) -> bool:
     """Send an evaluation to the run's W&B records and event files: a table of likelihoods, and single values.
 
-    Returns whether there was a W&B run; without W&B in the run's configuration, nothing is sent there.
+    Arguments:
+        checkpoint: in the folder of the run; one that is not the best is named in the keys, like raw weights, a limit,
+            and other data than those of training.
+        options: of the run; without W&B in them, nothing is sent there.
+        report: as JSON.
+        data: the name of the data of training.
+
+    Returns whether there was a W&B run.
     """
-    name = f"evaluation/{report['data']['split']}"
+    run_dir, facts, of = checkpoint.parent, report["checkpoint"], report["data"]
+    further = [word for word, usual in ((of["name"], data), (checkpoint.stem, "best"), (facts["weights"], "ema"))
+               if word != usual]
+    further += [f"first{of['items']}"] if of["limited"] else []
+    name = f"evaluation/{'_'.join([of['split'], *further])}"
     values = {f"{name}/{key}": value for key, value in values_of(report).items()}
-    if options.tensorboard and (run_dir / "tensorboard").is_dir():
+    events = run_dir / "tensorboard"
+    if options.tensorboard and events.is_dir() and not os.access(events, os.W_OK):
+        warnings.warn(f"{events} cannot be written: the evaluation is not added to it", stacklevel=2)
+    elif options.tensorboard and events.is_dir():
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(run_dir / "tensorboard")) as writer:
-            step = report["checkpoint"]["step"]
+        with SummaryWriter(str(events)) as writer:
+            step = facts["step"]
             writer.add_text(name, as_markdown(report), step)
             for key, value in values.items():
                 writer.add_scalar(key, value, step)
     if options.wandb == "off" or not (run_dir / "wandb").is_dir():
         return False
-    run, wandb = options.wandb_run(run_dir, report["name"], report["data"]["name"]), quiet_wandb()
+    run, wandb = options.wandb_run(run_dir, facts["family"], data), quiet_wandb()
     table = wandb.Table(columns=COLUMNS)
     for row in rows_of(report):
         table.add_data(*row)

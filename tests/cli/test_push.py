@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 
 def evaluated(folder) -> dict:
-    return REPORT | {"checkpoint": {"sha256": checkpoint_hash(folder / "best.ckpt")}}
+    return REPORT | {"checkpoint": {"sha256": checkpoint_hash(folder / "best.ckpt"), "weights": "ema"}}
 
 
 def test_a_report_of_other_weights_is_not_published(folder, tmp_path, capsys):
@@ -81,6 +81,21 @@ def test_the_folder_loads_and_its_card_says_what_was_measured(folder, tmp_path, 
     assert "| `none` | nats | unnormalised | energy |" in card and "7777" not in card
     assert "1,000 items of the test split of plane (not all)" in card
     assert gm.load(tmp_path / "card").sample(2).x.shape == (2, 2)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"likelihood": []}, "Not evaluated yet"),
+    ({"weights": "raw"}, "of plane (not all), by the raw weights (ema=false)."),
+    ({"weights": "0.99"}, "by the average with ema=0.99."),
+])  # fmt: skip
+def test_a_card_says_what_is_not_usual(folder, tmp_path, change, said):
+    report = evaluated(folder)
+    report = report | {"likelihood": change.get("likelihood", report["likelihood"])}
+    report["checkpoint"]["weights"] = change.get("weights", "ema")
+    (folder / "report.json").write_text(json.dumps(report))
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert said in card and ("items of" in card) == bool(report["likelihood"])
 
 
 @pytest.mark.parametrize("words, said", [

@@ -96,6 +96,10 @@ def test_the_way_between_two_items(folder):
     run(ckpt=str(folder), interpolate=[3, 17], frames=4, out=str(folder / "strip.png"))
     with Image.open(folder / "strip.png") as image:
         assert image.width > 3 * image.height
+    for options in ({}, {"frames": 2}, {"frames": 2, "ema": False}):
+        run(ckpt=str(folder), interpolate=[3, 17], **options)
+    names = sorted(path.name for path in (folder / "samples").glob("*between*"))
+    assert names == [f"best_between-3-17{words}.png" for words in ("", "_frames-2", "_frames-2_ema-False")]
 
 
 @pytest.mark.parametrize(

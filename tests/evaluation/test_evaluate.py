@@ -736,6 +736,31 @@ def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, m
     assert found["sampling"] == {} and "interrupted" in err
 
 
+def test_an_evaluation_interrupted_in_its_first_stage_leaves_the_report_as_it_was(gaussians, tmp_path, monkeypatch):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    (tmp_path / "r.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(GaussianFlow, "log_likelihood", stop)
+    words = [f"ckpt={gaussians}/flow", "cache=false", "stages=[likelihood]", f"out={tmp_path}/r.json"]
+    _, err = evaluate(*words, cwd=tmp_path, code=130)
+    assert "interrupted: no stage was finished" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"] and (tmp_path / "r.json").read_text() == "{}"
+
+
+def test_points_of_a_sweep_have_reports_of_their_own(gaussians, tmp_path):
+    words = [f"ckpt={gaussians}/flow", "stages=[likelihood]", "limit=20"]
+    evaluate("-m", *words, "seed=0,1", cwd=tmp_path, code=0)
+    found = [report(path) for path in sorted((gaussians / "flow").glob("report_seed-?.json"))]
+    assert len(found) == 2 and found[0]["likelihood"][0]["nll"] == pytest.approx(found[1]["likelihood"][0]["nll"])
+
+
+def test_a_sweep_of_options_takes_the_number_of_samples(digits, tmp_path):
+    words = ["stages=[cost]", "sweeps=[temperature]", "samples=32", "force=true"]
+    evaluate(f"ckpt={digits}", *words, f"out={tmp_path}/s.json", cwd=tmp_path)
+    assert [sweep["n"] for sweep in report(tmp_path / "s.json")["sweeps"]] == [32]
+
+
 def test_an_interruption_keeps_the_models_before(gaussians, tmp_path, monkeypatch):
     from genmodels.evaluation import cost
 

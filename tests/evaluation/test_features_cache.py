@@ -27,6 +27,14 @@ def test_every_item_counts_once():
         in_one(5, [of_items(0, 2), of_items(1, 3)])
 
 
+def test_results_that_cannot_be_stored_are_returned_all_the_same(tmp_path):
+    (tmp_path / "file").touch()
+    cache = Cache(tmp_path / "file" / "cache")
+    with pytest.warns(UserWarning, match="going on without a cache, GENMODELS_CACHE names another folder"):
+        assert cache.put("a", 1.5) == 1.5
+    assert cache.put("b", 2.5) == 2.5 and cache.get("b") is None
+
+
 def test_parts_are_kept_until_the_stage_is_finished(tmp_path):
     cache, computed = Cache(tmp_path), []
 

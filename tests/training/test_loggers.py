@@ -22,7 +22,16 @@ from genmodels.core.errors import RunError
 from genmodels.core.files import write_text
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
-from genmodels.training.loggers import _TIME, CSVLogger, LoggerOptions, identity_of, play, rows_of, values_of
+from genmodels.training.loggers import (
+    _TIME,
+    CSVLogger,
+    LoggerOptions,
+    identity_of,
+    log_evaluation,
+    play,
+    rows_of,
+    values_of,
+)
 
 
 def rows(path):
@@ -216,3 +225,27 @@ def test_the_name_of_a_run_does_not_depend_on_when_wandb_starts(tmp_path):
         assert identity_of(tmp_path) == (first, begun)
     (tmp_path / "earlier" / "wandb" / "offline-run-20260102_030405-ab12cd34").mkdir(parents=True)
     assert identity_of(tmp_path / "earlier") == ("ab12cd34", "2026-01-02_03-04-05")
+
+
+@pytest.mark.parametrize(("checkpoint", "facts", "of", "key"), [
+    ("best", {}, {}, "evaluation/test"),
+    ("last", {}, {}, "evaluation/test_last"),
+    ("best", {"weights": "raw"}, {"items": 20, "limited": True}, "evaluation/test_raw_first20"),
+    ("best", {}, {"name": "other", "split": "val"}, "evaluation/val_other"),
+])  # fmt: skip
+def test_an_evaluation_joins_the_run_of_its_checkpoint(checkpoint, facts, of, key, tmp_path, monkeypatch):
+    logged = {}
+
+    class Run:
+        @staticmethod
+        def log(values):
+            logged.update(values)
+
+    names = []
+    monkeypatch.setattr(LoggerOptions, "wandb_run", lambda self, folder, *words: names.append(words) or Run())
+    (tmp_path / "wandb").mkdir()
+    report = {"name": "nsf (best.ckpt)", "likelihood": [], "fidelity": {"recall": 0.5},
+              "checkpoint": {"family": "nsf", "step": 3, "weights": "ema"} | facts,
+              "data": {"name": "toy", "split": "test", "items": 99, "limited": False} | of}  # fmt: skip
+    assert log_evaluation(tmp_path / f"{checkpoint}.ckpt", LoggerOptions(wandb="offline"), report, "toy")
+    assert names == [("nsf", "toy")] and set(logged) == {key, f"{key}/recall"} and logged[f"{key}/recall"] == 0.5
