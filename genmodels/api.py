@@ -24,10 +24,10 @@ from genmodels.cli.schema import Schema
 from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, Interrupted, an, refusals, require_known
+from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, require_known
 from genmodels.core.files import check_writable, located
 from genmodels.core.likelihood import Likelihood
-from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
+from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
 from genmodels.core.tensors import html_table
 from genmodels.data.base import DataModule
 from genmodels.evaluation.materials import data_of, material
@@ -121,7 +121,7 @@ class Samples(core.Samples):
         names = list(self.spec.columns or self.spec.names_of_columns)[:_COLUMNS]
         rows = {"": names} if len(self.spec.event_shape) == 1 else {}
         rows |= {str(number): [f"{value:.4g}" for value in x.flatten()[:_COLUMNS].tolist()]
-                 for number, x in zip(self.index.tolist()[:USUAL_NUMBER], self.x, strict=False)}
+                 for number, x in zip(self.index.tolist()[:DEFAULT_NUMBER], self.x, strict=False)}
         return html_table(repr(self), rows)
 
 
@@ -163,7 +163,7 @@ class Model:
     def sample(
         self, n: int | None = None, cond: int | str | list[int | str] | None = None, *, ema: bool | float = True,
         inpaint: int | str | None = None, mask: str | None = None, edit: int | str | None = None,
-        batch_size: int = USUAL_NUMBER, progress: bool = True, **options: Any,
+        batch_size: int = DEFAULT_NUMBER, progress: bool = True, **options: Any,
     ) -> Any:
         """Draw samples, or synthesise texts: `Samples`, or `Speech` of a text-to-speech model.
 
@@ -185,7 +185,7 @@ class Model:
         """
         options = {key: value for key, value in {"cond": cond, **options}.items() if value is not None}
         self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
-        usual = USUAL_NUMBER if self.spec.text is None else 1
+        usual = DEFAULT_NUMBER if self.spec.text is None else 1
         options = _checked("genmodels.core.samples.SamplingOptions", options | {"n": usual if n is None else n})
         if min(options["n"], batch_size) < 1:
             raise InputError(f"n and batch_size must be at least 1, got {options['n']} and {batch_size}")
@@ -233,7 +233,7 @@ class Model:
         from genmodels.evaluation.checkpoint import Request
 
         batch, rows = self._batch(x, cond), batch_size or Request.batch_size
-        with refusals():
+        with as_input_errors():
             self.spec.check(batch)
             parts = [
                 self.network.log_likelihood(
@@ -252,7 +252,7 @@ class Model:
         if cond is not None and not isinstance(cond, TextCondition):
             if not isinstance(cond, str) and (shape := np.shape(cond)) and shape[0] != len(x):
                 raise InputError(f"cond has {shape[0]} classes for {len(x)} items: give one each, or one for all")
-            with refusals():
+            with as_input_errors():
                 cond = self.network.labels(cond, number).cpu()
         return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
 
@@ -264,18 +264,18 @@ class Model:
         Arguments:
             files: one recording (.wav) or several.
             ema: averaged weights (true), raw ones (false), or the average with one decay.
-            options: those of `genmodels.cli.transcribe.Hearing`: beam, nbest, lm, times, ...; with nbest=3 there are
-                three for each file, the most probable first.
+            options: those of `genmodels.cli.transcribe.TranscriptionOptions`: beam, nbest, lm, times, ...; with nbest=3
+                there are three for each file, the most probable first.
 
         Raises:
             InputError: for a model that is no recogniser, a file that cannot be read, or wrong options.
         """
-        from genmodels.cli.transcribe import Hearing, heard, recordings
+        from genmodels.cli.transcribe import TranscriptionOptions, heard, recordings
 
-        require_known("transcribe", options, [field.name for field in fields(Hearing)])
+        require_known("transcribe", options, [field.name for field in fields(TranscriptionOptions)])
         names = [str(files)] if isinstance(files, str | Path) else [str(file) for file in files]
         mels = recordings(self.network, names)
-        return list(heard(self.network, mels, Hearing(**options), weights_of(ema), self.trust))
+        return list(heard(self.network, mels, TranscriptionOptions(**options), weights_of(ema), self.trust))
 
     def verify(self, *, ema: bool | float = True, device: str = "cpu", **options: Any) -> Findings:
         """The checks of `genmodels verify ckpt=...`: `passed`, `failed`, and as text the tables that it prints.

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from genmodels.cli import CONFIGURED, OF_CHECKPOINTS
 from genmodels.cli.compose import composer, in_quotes
-from genmodels.cli.main import spelt, split, with_files
+from genmodels.cli.main import split, with_files, with_quoted_text
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
 from genmodels.core.files import CONFIG_DIR, groups
@@ -163,7 +163,7 @@ class Checker:
                 for where, words in kept:
                     options, overrides = split([word for word in words if word != "..."])
                     overrides = with_files(overrides) if command == "transcribe" else overrides
-                    given = [in_quotes(spelt(word)) for word in overrides
+                    given = [in_quotes(with_quoted_text(word)) for word in overrides
                              if plugins or not word.startswith("hydra/launcher")]
                     if not optuna and any("sweeper=optuna" in word for word in given):
                         given = [word for word in given if not word.startswith("hydra") and "interval" not in word]

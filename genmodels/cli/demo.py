@@ -26,7 +26,7 @@ from genmodels.cli.sample import between
 from genmodels.core.data import Batch
 from genmodels.core.errors import InputError, explain
 from genmodels.core.likelihood import Likelihood, with_error
-from genmodels.data.text import written
+from genmodels.data.text import to_text
 from genmodels.evaluation.materials import data_of, read_items
 from genmodels.evaluation.samples import evenly_changing
 from genmodels.plots.images import class_name, images_of, mel_image, picture_of
@@ -121,7 +121,7 @@ def look(drawn: gm.Samples, x: Tensor) -> Image.Image | str:
         return picture
     if drawn.spec.encoding is not None:
         texts = "".join(f"<pre style='white-space: pre-wrap; border-top: 1px solid; margin: 0; padding: 0.4em 0'>"
-                        f"{html.escape(written(one))}</pre>" for one in x)
+                        f"{html.escape(to_text(one))}</pre>" for one in x)
         return f"<div style='max-height: 36em; overflow-y: auto'>{texts}</div>"
     return gm.Samples.of(replace(drawn, x=x), drawn.spec)._repr_html_()
 

@@ -133,7 +133,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         needs_checkpoint = command in OF_CHECKPOINTS and not any(word.startswith("ckpt=") for word in overrides)
         if "keys" in options and needs_checkpoint:
             overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
-        config = hydra.compose([spelt(word) for word in overrides])
+        config = hydra.compose([with_quoted_text(word) for word in overrides])
         if "cfg" in options or "keys" in options:
             from genmodels.cli.completion import all_keys, as_yaml
 
@@ -143,11 +143,11 @@ def _dispatch(command: str, words: list[str]) -> int:
     return 0
 
 
-def spelt(word: str) -> str:
+def with_quoted_text(word: str) -> str:
     """A word `text=...` with its value quoted, unless it is quoted already or a list.
 
     Example:
-        >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"))
+        >>> print(*map(with_quoted_text, ("text=Don't stop, please!", "text=[one,two]", "n=3")))
         text='Don\\'t stop, please!' text=[one,two] n=3
     """
     key, equals, value = word.partition("=")

@@ -13,7 +13,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, an
 from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of
 from genmodels.core.processes import Ranks
-from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
+from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.materials import data_of, material, read_items
 from genmodels.evaluation.samples import (
@@ -90,7 +90,7 @@ def run(
         options: options of sampling.
     """
     options = {key: value for key, value in options.items() if value is not None}
-    asked = SamplingOptions(n=n or USUAL_NUMBER, **options)
+    asked = SamplingOptions(n=n or DEFAULT_NUMBER, **options)
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("frames", frames, 2), ("chunk", chunk, 1)):
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
@@ -156,14 +156,21 @@ def run(
     if group.rank:
         group.serve()
         return
+    print(*lines, *_drawn(drawing, target, single, materials, path, frames), sep="\n")
+
+
+def _drawn(
+    drawing: Drawing, target: Path, single: bool, materials: dict, path: str | None, frames: int
+) -> list[str]:
+    """Draw samples and write them, and their trajectory to `path`; returns lines for the user."""
+    spec = drawing.model.spec
     if single:
-        made, written = write_folder(drawing, model.spec, target)
-    else:
-        samples = draw_together(drawing, Cache(cache_folder() / "samples"))
-        made, written = samples.made, write_samples(samples, model.spec, target, sources(materials, model.spec))
-    print(*lines, *written, *unmixed(made), sep="\n")
-    if path is not None:
-        print(write_path(samples, model.spec, Path(path), frames))
+        made, written = write_folder(drawing, spec, target)
+        return [*written, *convergence_warnings(made)]
+    samples = draw_together(drawing, Cache(cache_folder() / "samples"))
+    written = write_samples(samples, spec, target, sources(materials, spec))
+    trajectory = [] if path is None else [write_path(samples, spec, Path(path), frames)]
+    return [*written, *convergence_warnings(samples.made), *trajectory]
 
 
 def _check_beside(out: str | None) -> None:
@@ -187,7 +194,7 @@ def _unusual(options: dict, named: dict, ema: bool | float) -> dict:
 def _check_alone(asked: SamplingOptions, given: dict) -> None:
     """Refuse options of sampling next to `interpolate`."""
     unused = [key for key, value in given.items() if value is not None and key != "ema"]
-    plain = (("n", asked.n, USUAL_NUMBER), ("seed", asked.seed, 0), ("start", asked.start, 0))
+    plain = (("n", asked.n, DEFAULT_NUMBER), ("seed", asked.seed, 0), ("start", asked.start, 0))
     unused += [key for key, value, usual in plain if value != usual]
     if unused:
         raise InputError(f"interpolate takes only frames=, ema= and out=: leave out {', '.join(unused)}")
@@ -222,13 +229,13 @@ def sources(materials: dict, spec: DataSpec) -> dict:
     return {name: image for name, image in shown.items() if image is not None}
 
 
-def unmixed(made: dict) -> list[str]:
+def convergence_warnings(made: dict) -> list[str]:
     """Warnings about chains that have not converged.
 
     Example:
-        >>> unmixed({"r_hat": 1.01, "divergences": 0})
+        >>> convergence_warnings({"r_hat": 1.01, "divergences": 0})
         []
-        >>> unmixed({"r_hat": 22.0, "divergences": 0})
+        >>> convergence_warnings({"r_hat": 22.0, "divergences": 0})
         ['the chains have not mixed (R-hat 22, should be below 1.1): use more steps, or sampler=annealed']
     """
     lines = []

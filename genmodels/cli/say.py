@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, check_number, refusals
+from genmodels.core.errors import InputError, RunError, as_input_errors, check_number
 from genmodels.core.files import file_word, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
@@ -67,7 +67,7 @@ def say(
     out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
     if silent and how.vocoder != SynthesisOptions().vocoder:
-        raise InputError(f"out={out} keeps mels, which no vocoder has a part in: leave out vocoder, or write .wav")
+        raise InputError(f"out={out} holds mels, for which no vocoder is used: leave out vocoder, or write .wav")
     # The name has all options, so that no other samples are overwritten.
     given = {key: value for key, value in (item or {}).items() if value is not None}
     given |= {key: value for key, value in how.given().items() if key not in (*_UNNAMED, *of_item)}
@@ -200,7 +200,7 @@ def synthesise(
         mels = []
         for first in range(0, len(flat), _BATCH):
             count = min(_BATCH, len(flat) - first)
-            with refusals():
+            with as_input_errors():
                 drawn = model.sample(count, start=take * len(flat) + first, text=flat, **options)
             if not bool(drawn.x.isfinite().all()):
                 raise RunError("a mel is not finite: lower temperature, or ema=true")

@@ -29,8 +29,8 @@ from genmodels.training.callbacks import (
     Checkpointing,
     CheckpointOptions,
     FiniteMetrics,
-    NoBetter,
     SampleGrid,
+    StopWithoutImprovement,
     metric_of,
 )
 from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
@@ -328,7 +328,7 @@ def _check_last(path: Path, step: int) -> None:
 
 def _callbacks(folder: Path, options: TrainerOptions) -> list:
     """All callbacks but `Throughput`, which comes first, and `Checkpointing`, which comes last."""
-    early = [NoBetter(options.early_stopping)] if options.early_stopping else []
+    early = [StopWithoutImprovement(options.early_stopping)] if options.early_stopping else []
     drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
     return [*early, FiniteMetrics(), LossProfile(), *(drawn if options.sample_every_n_steps else [])]
 

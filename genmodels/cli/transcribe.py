@@ -22,7 +22,7 @@ from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, res
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hearing:
+class TranscriptionOptions:
     """Options of recognition.
 
     Arguments:
@@ -79,7 +79,7 @@ def run(
     ema: bool | float = True,
     device: str = "auto",
     trust: list[str] | None = None,
-    **options: Hearing,
+    **options: TranscriptionOptions,
 ) -> None:
     """Transcribe recordings.
 
@@ -94,7 +94,7 @@ def run(
     """
     if not files or "" in files:
         raise InputError("name the recordings: genmodels transcribe ckpt=... a.wav b.wav")
-    how = Hearing(**options)
+    how = TranscriptionOptions(**options)
     if stream and (how.beam > 1 or how.times):
         raise InputError("stream takes the best path as it comes: leave beam and times out")
     path = located(ckpt)
@@ -117,7 +117,8 @@ def run(
 
 
 def heard(
-    model: GenerativeModel, mels: list[tuple[str, Batch]], how: Hearing, weights: str | float, trust: list[str]
+    model: GenerativeModel, mels: list[tuple[str, Batch]], how: TranscriptionOptions, weights: str | float,
+    trust: list[str],
 ) -> Iterator[Transcript]:
     """The texts of recordings, `how.nbest` for each.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, an, refusals
+from genmodels.core.errors import InputError, RunError, an, as_input_errors
 from genmodels.core.files import check_writable, located, place_of, write_text
 from genmodels.core.random import seed_of
 from genmodels.verification import attention as mechanisms
@@ -89,7 +89,7 @@ def run(
     chosen = {"model": model, "ckpt": ckpt, "what": what}
     given = [key for key, value in chosen.items() if value is not None]
     if len(given) != 1:
-        problem = f"got {' and '.join(given)}" if given else "nothing was named"
+        problem = f"got {' and '.join(given)}" if given else "no model is given"
         raise InputError(f"{problem}: give one of model=glow, ckpt=<file> or what=package.module:Class")
     values = {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities}
     for useless, keys, partner in (
@@ -99,7 +99,7 @@ def run(
     ):
         for key in keys:
             if useless and values[key] is not None:
-                raise InputError(f"{key} goes with {partner}")
+                raise InputError(f"{key} needs {partner}")
     if out is not None or ckpt is not None:
         check_writable("out", _place(out, ckpt))
 
@@ -165,7 +165,7 @@ def check_model(
         network, header = load_model(path, device=device, trust=trust)
         datamodule = build(data_options(header, path), trust=trust).prepare()
         node, spec = header["model"], DataSpec.from_dict(header["data"])
-        with refusals():
+        with as_input_errors():
             network.core.load_state_dict(network.weights(weights_of(ema)).state_dict())
 
     def fresh(name: str = "fresh"):

@@ -100,11 +100,11 @@ def check_temperature(value: float, name: str = "temperature", *, positive: bool
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def as_input_errors() -> Iterator[None]:
     """Turn a ValueError of a model into an InputError with the same message.
 
     Example:
-        >>> with refusals():
+        >>> with as_input_errors():
         ...     raise ValueError("steps must be at least 1, got 0")
         Traceback (most recent call last):
         genmodels.core.errors.InputError: steps must be at least 1, got 0

@@ -139,9 +139,9 @@ class SamplingOptions:
             raise InputError("guidance_interval takes two finite log-SNRs, the lower one first, got "
                              f"{list(interval)}")
         if self.known is not None and self.edit is not None:
-            raise InputError("a part of an event is kept, or all of it is edited: leave one of the two out")
+            raise InputError("known and edit exclude each other: leave one out")
         if (self.known is None) != (self.keep is None):
-            raise InputError("what is known goes with a mask of where it is known: give both")
+            raise InputError("known needs keep, the mask of where it holds: give both")
         if self.guidance == 0 and self.cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
         if self.max_frames is not None and self.max_frames < 1:
@@ -196,7 +196,7 @@ def require_partners(given: Mapping[str, Any]) -> None:
 
 
 #: The default number of samples.
-USUAL_NUMBER = 64
+DEFAULT_NUMBER = 64
 #: Options that every model takes.
 COMMON = ("n", "cond", "temperature", "seed", "start", "weights")
 

@@ -110,8 +110,6 @@ class DataModule(OfLightning):
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.order_seed = 0
         self._loaded: tuple[DataSpec, dict[str, BatchDataset]] | None = None
-        self._position: tuple[int, int] | None = None
-        self._sampler: ResumableBatchSampler | None = None
 
     def fetch(self) -> None:
         """Download missing files; most data sets have nothing to download."""
@@ -165,24 +163,10 @@ class DataModule(OfLightning):
             raise RuntimeError(f"call {type(self).__name__}.prepare() before using its data")
         return self._loaded
 
-    def set_position(self, epoch: int, batches_done: int) -> None:
-        """Let the next training iteration, and only that one, continue after `batches_done` batches of `epoch`.
-
-        Only batches that training has consumed count, not those prefetched by workers.
-        """
-        if self._sampler is None:
-            self._position = (epoch, batches_done)
-        else:
-            self._sampler.set_position(epoch, batches_done)
-
     def train_dataloader(self) -> Loader:
-        """Batches of this process for training: shuffled, whole batches only, resumable."""
+        """Batches of this process for training: shuffled, whole batches only."""
         data = self.split("train")
-        self._sampler = self.training_batches(data)
-        if self._position is not None:
-            self._sampler.set_position(*self._position)
-            self._position = None
-        return training_loader(data, self._sampler, self.flip, self.num_workers, self._pin())
+        return training_loader(data, self.training_batches(data), self.flip, self.num_workers, self._pin())
 
     def training_batches(self, data: BatchDataset) -> ResumableBatchSampler:
         """The sampler that decides which items each training batch holds."""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, progress_bar, refusals, require_known
+from genmodels.core.errors import InputError, as_input_errors, progress_bar, require_known
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
@@ -267,7 +267,7 @@ class Speech(DataModule):
         self.speakers = self._speakers(clips)
         labels = sorted({clip.label for clip in clips if clip.label is not None})
         if not labels:
-            with refusals():
+            with as_input_errors():
                 in_form("a", self.form, self.language)  # a missing program is no fault of the items
         files, usable, findings = MelFiles(self.mel), [], []
         limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language,

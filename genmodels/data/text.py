@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, refusals
+from genmodels.core.errors import InputError, as_input_errors
 from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions
 from genmodels.data.loading import TensorData
 from genmodels.speech.text import in_form
 
 
-def written(x: Tensor) -> str:
+def to_text(x: Tensor) -> str:
     """The text of bytes (1, L); invalid UTF-8, as at the ends of a sequence, becomes the replacement character.
 
     Example:
-        >>> written(spelt("to be"))
+        >>> to_text(to_bytes("to be"))
         'to be'
     """
     return bytes(x.flatten().tolist()).decode("utf-8", errors="replace")
 
 
-def spelt(text: str) -> Tensor:
+def to_bytes(text: str) -> Tensor:
     """The bytes (1, L) of a text in UTF-8.
 
     Example:
-        >>> spelt("to be")
+        >>> to_bytes("to be")
         tensor([[116, 111,  32,  98, 101]], dtype=torch.uint8)
     """
     return torch.from_numpy(np.frombuffer(text.encode("utf-8"), dtype=np.uint8).copy())[None]
@@ -61,7 +61,7 @@ class TextFile(DataModule):
         ...     data = TextFile(file=file.name, length=8).prepare()
         >>> [len(data.split(name)) for name in ("train", "val", "test")]
         [19, 2, 2]
-        >>> data.spec.event_shape, written(data.split("train").__getitems__([1]).x[0])
+        >>> data.spec.event_shape, to_text(data.split("train").__getitems__([1]).x[0])
         ((1, 8), ' not to ')
     """
 
@@ -112,6 +112,6 @@ class TextFile(DataModule):
 
     def _normal(self, read: bytes) -> bytes:
         lines = read.decode("utf-8-sig", errors="replace").splitlines()
-        with refusals():
+        with as_input_errors():
             normal = [in_form(line, "characters", "en") for line in lines if any(c.isalpha() for c in line)]
         return "".join(f"{line}\n" for line in normal).encode()

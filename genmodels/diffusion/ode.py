@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, at_least, one_of, refusals
+from genmodels.core.errors import InputError, as_input_errors, at_least, one_of
 from genmodels.core.random import Generator, child, uniform
 from genmodels.core.tensors import event_sum, hide, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
@@ -151,7 +151,7 @@ class OdeDensity:
             raise InputError(f"divergence = {divergence!r}: choose auto, exact or hutchinson")
         if solver not in SOLVERS:
             raise InputError(f"solver = {solver!r}: choose one of {', '.join(SOLVERS)}")
-        with refusals():
+        with as_input_errors():
             at_least(1, probes=probes, steps=steps, rows=rows)
         self.divergence, self.probes, self.rows, self.variable = divergence, probes, rows, variable
         fixed = issubclass(SOLVERS[solver], FixedSteps)

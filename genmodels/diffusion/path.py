@@ -106,24 +106,24 @@ class LinearPath(Path):
         self.sigma_min = float(sigma_min)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        t = wide(t)
+        t = in_float64(t)
         return 1 - t, self.sigma_min + (1 - self.sigma_min) * t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        one = torch.ones_like(wide(t))
+        one = torch.ones_like(in_float64(t))
         return -one, (1 - self.sigma_min) * one
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        half = wide(log_snr) / 2
+        half = in_float64(log_snr) / 2
         left = self.sigma_min * torch.sigmoid(half)
         return (torch.sigmoid(-half) - left) / (1 - left)
 
 
-def wide(value: Tensor | float) -> Tensor:
+def in_float64(value: Tensor | float) -> Tensor:
     """Times and log-SNRs in float64, the precision of paths.
 
     Example:
-        >>> wide(0.5)
+        >>> in_float64(0.5)
         tensor(0.5000, dtype=torch.float64)
     """
     return torch.as_tensor(value).to(torch.float64)

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import usable
-from genmodels.diffusion.path import Path, alpha_sigma, wide
+from genmodels.diffusion.path import Path, alpha_sigma, in_float64
 
 
 def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False) -> Tensor:
@@ -27,7 +27,7 @@ def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False
         >>> step_to_time(500, 1000), step_to_time(499, 1000, zero_based=True)
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
-    return (wide(step) + int(zero_based)) / num_steps
+    return (in_float64(step) + int(zero_based)) / num_steps
 
 
 _END = 1e-7  # derivatives of a schedule are taken at least so far from its ends
@@ -53,13 +53,13 @@ class NoiseSchedule(Path):
         """d lambda / dt (here by autograd)."""
         graph = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
-            t = wide(usable(t)).detach().requires_grad_()
+            t = in_float64(usable(t)).detach().requires_grad_()
             (rate,) = torch.autograd.grad(self.log_snr(t).sum(), t, create_graph=graph)
         return rate
 
     def time_of(self, log_snr: Tensor) -> Tensor:
         """The time at which lambda has this value, within 1e-10 (here by bisection)."""
-        log_snr = wide(log_snr)
+        log_snr = in_float64(log_snr)
         low, high = torch.zeros_like(log_snr), torch.ones_like(log_snr)
         for _ in range(50):
             middle = (low + high) / 2
@@ -73,7 +73,7 @@ class NoiseSchedule(Path):
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """(alpha', sigma') at t."""
-        t = wide(t).clamp(_END, 1 - _END)  # where no signal is left lambda' is infinite, but alpha' is not
+        t = in_float64(t).clamp(_END, 1 - _END)  # where no signal is left lambda' is infinite, but alpha' is not
         (alpha, sigma), half = self.alpha_sigma(t), self.log_snr_rate(t) / 2
         return alpha * sigma.square() * half, -sigma * alpha.square() * half
 
@@ -109,15 +109,15 @@ class LinearContinuousSchedule(NoiseSchedule):
         self.beta_min, self.slope = float(beta_min), float(beta_max - beta_min)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        t = wide(t)
+        t = in_float64(t)
         return -torch.log(torch.expm1(t * (self.beta_min + self.slope * t / 2)))
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        t = wide(t)
+        t = in_float64(t)
         return (self.beta_min + self.slope * t) / torch.expm1(-t * (self.beta_min + self.slope * t / 2))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        decay = -logsigmoid(wide(log_snr))
+        decay = -logsigmoid(in_float64(log_snr))
         return 2 * decay / (self.beta_min + torch.sqrt(self.beta_min**2 + 2 * self.slope * decay))
 
 
@@ -156,7 +156,7 @@ class CosineSchedule(NoiseSchedule):
         self.span = 1 - self.from_zero - self.from_one
 
     def _angles(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        t = wide(t)
+        t = in_float64(t)
         u, rest = self.from_zero + self.span * t, self.from_one + self.span * (1 - t)
         return math.pi / 2 * u, math.pi / 2 * rest
 
@@ -169,7 +169,7 @@ class CosineSchedule(NoiseSchedule):
         return -math.pi * self.span / (torch.sin(angle) * torch.sin(rest))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        u = 2 / math.pi * torch.atan(torch.exp(-wide(log_snr) / 2))
+        u = 2 / math.pi * torch.atan(torch.exp(-in_float64(log_snr) / 2))
         return (u - self.from_zero) / self.span
 
 
@@ -191,15 +191,15 @@ class SigmoidSchedule(NoiseSchedule):
         self.width = float(width)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        t = wide(t)
+        t = in_float64(t)
         return torch.log(torch.sinh(self.width * (1 - t))) - torch.log(torch.sinh(self.width * t))
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        t = wide(t)
+        t = in_float64(t)
         return -self.width * (1 / torch.tanh(self.width * (1 - t)) + 1 / torch.tanh(self.width * t))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        ratio = math.sinh(self.width) / (torch.exp(wide(log_snr)) + math.cosh(self.width))
+        ratio = math.sinh(self.width) / (torch.exp(in_float64(log_snr)) + math.cosh(self.width))
         return torch.atanh(ratio) / self.width
 
 
@@ -217,13 +217,13 @@ class LinearLogSnrSchedule(NoiseSchedule):
         self.start, self.slope = float(log_snr_max), float(log_snr_min - log_snr_max)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        return self.start + self.slope * wide(t)
+        return self.start + self.slope * in_float64(t)
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        return torch.full_like(wide(t), self.slope)
+        return torch.full_like(in_float64(t), self.slope)
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        return (wide(log_snr) - self.start) / self.slope
+        return (in_float64(log_snr) - self.start) / self.slope
 
 
 def _check_ends(log_snr_max: float, log_snr_min: float, finite: str = "") -> None:
@@ -278,7 +278,7 @@ class LearnedSchedule(NoiseSchedule):
 
     def _rise(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """m(t) - m(0) and m(1) - m(0), computed alike, so that their ratio at t = 1 is exact."""
-        t = wide(t).to(self.offsets.device)
+        t = in_float64(t).to(self.offsets.device)
         line, heights, _, offsets, units = self._units(torch.cat([t.flatten(), t.new_ones(1)]))
         rise = line * torch.cat([t.flatten(), t.new_ones(1)]) + (heights * (units - torch.sigmoid(offsets))).mean(-1)
         return rise[:-1].reshape(t.shape), rise[-1]
@@ -289,7 +289,7 @@ class LearnedSchedule(NoiseSchedule):
         return self.first * (1 - share) + self.last * share
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        t = wide(t).to(self.offsets.device)
+        t = in_float64(t).to(self.offsets.device)
         line, heights, slopes, _, units = self._units(t)
         slope = line + (heights * slopes * units * (1 - units)).mean(-1)
         return (self.last - self.first) * slope / self._rise(t.new_zeros(0))[1]
@@ -297,7 +297,7 @@ class LearnedSchedule(NoiseSchedule):
     @torch.no_grad()
     def time_of(self, log_snr: Tensor) -> Tensor:
         """The time at which lambda has this value, without a gradient: a cell of a table, then Newton's method."""
-        log_snr = wide(log_snr).to(self.offsets.device)
+        log_snr = in_float64(log_snr).to(self.offsets.device)
         grid = torch.linspace(0, 1, _CELLS + 1, dtype=torch.float64, device=log_snr.device)
         cell = torch.searchsorted(-self.log_snr(grid), -log_snr.contiguous(), right=True).clamp(1, _CELLS) - 1
         t = (cell + 0.5) / _CELLS

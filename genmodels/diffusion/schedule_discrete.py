@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import InputError, one_of
-from genmodels.diffusion.path import alpha_sigma, wide
+from genmodels.diffusion.path import alpha_sigma, in_float64
 from genmodels.diffusion.schedule import (
     CosineSchedule,
     GradTTSSchedule,
@@ -42,7 +42,7 @@ class DiscreteSchedule(NoiseSchedule):
 
     def __init__(self, betas: Tensor):
         super().__init__()
-        betas = wide(betas)
+        betas = in_float64(betas)
         if betas.dim() != 1 or not bool(((betas > 0) & (betas < 1)).all()):
             raise InputError("betas must be a 1-D table of numbers strictly between 0 and 1")
         self.num_steps = len(betas)
@@ -58,7 +58,7 @@ class DiscreteSchedule(NoiseSchedule):
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """(-log alpha_bar at t, its increase over the step that t lies in)."""
-        u = wide(t).to(self.decay.device) * self.num_steps
+        u = in_float64(t).to(self.decay.device) * self.num_steps
         i = u.floor().clamp(0, self.num_steps - 1).long()
         rise = self.decay[i + 1] - self.decay[i]
         return self.decay[i] + (u - i) * rise, rise
@@ -72,7 +72,7 @@ class DiscreteSchedule(NoiseSchedule):
         return self.num_steps * rise / torch.expm1(-decay)
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        decay = -logsigmoid(wide(log_snr).to(self.decay.device))
+        decay = -logsigmoid(in_float64(log_snr).to(self.decay.device))
         i = (torch.searchsorted(self.decay, decay, right=True) - 1).clamp(0, self.num_steps - 1)
         return (i + (decay - self.decay[i]) / (self.decay[i + 1] - self.decay[i])) / self.num_steps
 
@@ -160,7 +160,7 @@ class ZeroTerminalSchedule(NoiseSchedule):
         return torch.where(base > self.first_log_snr, rate, mapped)
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        log_snr = wide(log_snr)
+        log_snr = in_float64(log_snr)
         mapped, mapped_sigma = alpha_sigma(log_snr)
         mapped_missing = mapped_sigma.square() / (1 + mapped)
         gap = self.first - self.last

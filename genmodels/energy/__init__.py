@@ -34,7 +34,7 @@ from genmodels.energy.function import (
 from genmodels.energy.ground_truth import (
     DoubleWell,
     GaussianBase,
-    NormalMixture,
+    GaussianMixture,
     Potential,
     Quadratic,
     Quadrature,
@@ -82,7 +82,7 @@ __all__ = [
     "ChainState", "ContrastiveDivergence", "DeepKernel", "DeepKernelLoss", "DenoisingScoreMatching",
     "DiffusionImportanceSampling", "DivergenceGuard", "DoubleWell", "DualAveraging", "Energy", "EnergyFunction",
     "ExactScoreMatching", "FiniteDifferenceScoreMatching", "Gaussian", "GaussianBase", "Kernel", "LogDensity",
-    "LogPartition", "Loss", "Move", "NoiseConditionalScore", "NoiseLevels", "NormalMixture",
+    "LogPartition", "Loss", "Move", "NoiseConditionalScore", "NoiseLevels", "GaussianMixture",
     "Point", "Potential", "Projection", "Quadratic", "Quadrature", "Rademacher", "ScoreFunction", "ScoreNetwork",
     "SlicedScoreMatching", "SlicedScoreMatchingVR", "Sphere", "Start", "Target", "annealed_langevin", "cheapest_route",
     "directional", "effective_sample_size", "largest_distance", "leapfrog", "log_density_of",

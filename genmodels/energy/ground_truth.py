@@ -77,7 +77,7 @@ class DoubleWell(EnergyFunction):
         return (x.square().flatten(1).sum(1) - 1).square()
 
 
-class NormalMixture(EnergyFunction):
+class GaussianMixture(EnergyFunction):
     """A mixture of isotropic Gaussians, times exp(log_z).
 
         E(x) = -log_z - log sum_k w_k N(x; m_k, s^2 I)
@@ -89,7 +89,7 @@ class NormalMixture(EnergyFunction):
         log_z: the logarithm of Z.
 
     Example:
-        >>> mixture = NormalMixture(torch.tensor([0.5, 0.5]), torch.tensor([[-1.0], [1.0]]), 0.5)
+        >>> mixture = GaussianMixture(torch.tensor([0.5, 0.5]), torch.tensor([[-1.0], [1.0]]), 0.5)
         >>> mixture.score(torch.zeros(1, 1)).tolist()
         [[0.0]]
     """

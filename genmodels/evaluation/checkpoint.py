@@ -174,7 +174,7 @@ class Request:
         usual = {field.name: field.default for field in fields(self)}
         for key, stages in _STAGES.items():
             if getattr(self, key) not in (usual[key], {}) and not any(self.wants(stage) for stage in stages):
-                raise InputError(f"{key} has no part in stages=[{','.join(self.stages)}]: leave it out, or add "
+                raise InputError(f"{key} has no effect with stages=[{','.join(self.stages)}]: leave it out, or add "
                                  f"{stages[0]}")
         if self.ood_data and not self.ood:
             raise InputError("ood_data holds options of another data set: say which by ood=<name>")

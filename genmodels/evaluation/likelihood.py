@@ -102,7 +102,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
             lines += [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own)
                       for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
         elif request.ode_options:
-            raise InputError(f"ode_options have no part in this evaluation, which leaves out the ODE of {path}: add "
+            raise InputError(f"ode_options have no effect, since the ODE of {path} is not computed: add "
                              "ode=true, or leave them out")
         elif request.ode == "auto":
             notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")

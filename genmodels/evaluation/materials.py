@@ -18,7 +18,7 @@ from genmodels.core.files import kind_of, read_text
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.image_folder import fitted
-from genmodels.data.text import spelt
+from genmodels.data.text import to_bytes
 from genmodels.models.build import build
 from genmodels.models.checkpoint import data_options
 from genmodels.models.mels import alone, even_lengths
@@ -192,13 +192,13 @@ def template(known: Tensor, mask: str, spec: DataSpec) -> tuple[Tensor, Tensor]:
 
     Example:
         >>> spec = DataSpec("text", (1, 6), levels=256, encoding="utf-8")
-        >>> template(spelt("a_c"), "_", spec)
+        >>> template(to_bytes("a_c"), "_", spec)
         (tensor([[97, 95, 99,  0,  0,  0]], dtype=torch.uint8), tensor([[ True, False,  True, False, False, False]]))
     """
     length = spec.event_shape[1]
     if known.shape[1] > length:
         raise InputError(f"inpaint: the text has {known.shape[1]} bytes, and sequences here have {length}: shorten it")
-    one = spelt(mask)
+    one = to_bytes(mask)
     keep = known != one if one.shape[1] == 1 else read_range(mask, known.shape[1], "mask")
     missing = length - known.shape[1]
     known, keep = (torch.nn.functional.pad(part, (0, missing)) for part in (known, keep))
@@ -213,8 +213,8 @@ def _bytes_of(name: str, key: str) -> Tensor:
     if not name.endswith(".txt"):
         if os.path.isfile(name):
             raise InputError(f"{key}={name} is a file, and this is a model of text: give a .txt, or the text itself")
-        return spelt(name)
-    return spelt(read_text(name, key))
+        return to_bytes(name)
+    return to_bytes(read_text(name, key))
 
 
 def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key: str) -> Batch:

@@ -338,7 +338,7 @@ class FidelityStage:
         done = self.state.once("fidelity", settings, compute)
         self.state.report.fidelity = Fidelity(
             network=network.described(), **done["found"], memorisation=done["memorisation"],
-            likelihood_accuracy=self._asked_classes(),
+            likelihood_accuracy=self._likelihood_accuracy(),
         )
         self.state.report.neighbours, self.state.report.scale = Neighbours(**done["pairs"]), scale
         self.state.arrays |= done["arrays"]
@@ -389,7 +389,7 @@ class FidelityStage:
             made=samples["made"], outside=share_outside(samples["outside"]),
         )
 
-    def _asked_classes(self) -> dict | None:
+    def _likelihood_accuracy(self) -> dict | None:
         """The accuracy of p(y|x) of a class-conditional flow."""
         model, spec = self.state.opened.model, self.state.opened.spec
         if not is_flow(model) or model.num_classes is None or is_of_noisy_data(model):

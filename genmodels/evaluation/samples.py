@@ -18,11 +18,11 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, NotFinite, progress_bar, refusals, require_finite_rows
+from genmodels.core.errors import InputError, NotFinite, as_input_errors, progress_bar, require_finite_rows
 from genmodels.core.files import write_whole
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
-from genmodels.data.text import written
+from genmodels.data.text import to_text
 from genmodels.data.utterances import joined
 from genmodels.diffusion.samplers import SAMPLERS
 from genmodels.evaluation.features import Cache, code_hash, key_of
@@ -81,7 +81,7 @@ def draw_parts(
 
                 own = {"n": len(numbers), "start": numbers.start} | ({"progress": report} if reports else {})
                 try:
-                    with refusals():
+                    with as_input_errors():
                         drawn.append(model.sample(**given | own))
                     require_finite_rows(drawn[-1].x)
                 except NotFinite as error:
@@ -272,7 +272,7 @@ def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
 
 def write_texts(samples, target: Path) -> list[str]:
     """Samples of text in one .txt, headed by their numbers, or in one .txt each; how they were made in a .json."""
-    texts = [written(x) for x in samples.x]
+    texts = [to_text(x) for x in samples.x]
     if target.suffix:
         headed = [f"--- {number} ---\n{text}\n" for number, text in zip(samples.index.tolist(), texts, strict=True)]
         files, about = {target: "\n".join(headed)}, target.with_suffix(".json")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, progress_bar, refusals
+from genmodels.core.errors import InputError, as_input_errors, progress_bar
 from genmodels.core.files import located
 from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, Utterance
@@ -195,7 +195,7 @@ def _synthesised(
 ) -> tuple[list[dict], list[float], list[Outcome]]:
     """The mel of each text, synthesised alone, with its seconds and its outcome; `given` are further options."""
     model, options, asked = opened.model, _options(opened) | given, _asked(opened, batch, texts)
-    with refusals():
+    with as_input_errors():
         model.sample(1, asked[0][1], text=texts[0], **options)  # a warm-up, which is not timed
     synthesised, seconds, outcomes = [], [], []
     for k, (text, speaker) in enumerate(progress_bar(asked, desc=f"{model.family} synthesis", unit="text")):

@@ -96,7 +96,7 @@ def same_items(reports: Sequence[Report]) -> None:
             if first != second:
                 a, b = reports[0].checkpoint.path, other.checkpoint.path
                 shown = f", {first} and {second}" if key != "item_hash" else ""
-                raise InputError(f"{a} and {b} cannot stand in one table: their data {key} differ{shown}")
+                raise InputError(f"{a} and {b} cannot be compared in one table: their data {key} differ{shown}")
 
 
 def labelled(reports: Sequence[Report]) -> None:

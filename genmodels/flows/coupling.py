@@ -276,7 +276,7 @@ class MaskedAutoregressive(Bijection):
 
         z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log |df/dx_i|
 
-    The forward pass takes one evaluation of the network. The inverse takes D turns, one after another, that together
+    The forward pass takes one evaluation of the network. The inverse takes D passes, one after another, that together
     have the arithmetic of one evaluation. Its `Inverse` is the inverse autoregressive flow (IAF), fast to sample.
 
     Arguments:

@@ -100,7 +100,7 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
     at_least(1, couplings=couplings)
     channels, dims = event_shape[0], len(event_shape) - 1
     if dims < 2 and channels < 2:
-        raise ValueError("variational noise needs two columns or channels at least, of which each tells of the other: "
+        raise ValueError("variational noise needs at least two columns or channels: "
                          "give dequantisation=level")
     cond = noise_condition(event_shape)
     net = partial(GatedConvNet, dims=dims) if dims else MLP

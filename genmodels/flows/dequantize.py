@@ -13,7 +13,7 @@ from genmodels.core.errors import require_finite_rows
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, hide
 from genmodels.flows.bijection import Bijection, Shape, per_example
-from genmodels.nn.condition import Condition, require_condition
+from genmodels.nn.condition import Condition
 
 
 class Dequantize(nn.Module):
@@ -30,7 +30,6 @@ class Dequantize(nn.Module):
     Attributes:
         kind: kind of the resulting likelihood, `lower_bound`.
         median: median of what `noise` returns.
-        uses_cond: whether the noise depends on a condition.
 
     Shapes: `x (B, *event)` integers 0..L-1; `v` like x, in the precision of the module; contribution `(B,)`, over valid
     entries; masked entries of v are zero.
@@ -41,7 +40,6 @@ class Dequantize(nn.Module):
 
     kind = "lower_bound"
     median: float = 0.0
-    uses_cond: bool = False
 
     def __init__(self, levels: int):
         super().__init__()
@@ -54,18 +52,14 @@ class Dequantize(nn.Module):
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
 
-    def forward(
-        self, x: Tensor, generator: Generator, cond: Tensor | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, generator: Generator, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`(v, contribution)` with fresh noise: points in [0, 1), and the term to add to their log-density."""
-        return self.with_noise(x, self.noise(tuple(x.shape), generator), cond, mask)
+        return self.with_noise(x, self.noise(tuple(x.shape), generator), mask)
 
-    def with_noise(
-        self, x: Tensor, noise: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def with_noise(self, x: Tensor, noise: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same with noise from `noise`."""
         x = hide(self._integers(x), mask)
-        u, log_q = self._spread(x, noise, cond, mask)
+        u, log_q = self._spread(x, noise, mask)
         entries = math.prod(x.shape[1:]) if mask is None else mask.expand_as(x).flatten(1).sum(1).to(log_q.dtype)
         v = torch.clamp((x + u) / self.levels, self._of_cell(self.low, x), self._of_cell(self.high, x))
         return hide(v, mask), -entries * math.log(self.levels) - log_q
@@ -74,14 +68,14 @@ class Dequantize(nn.Module):
         """Fresh noise for a batch of this shape."""
         raise NotImplementedError
 
-    def _spread(self, x: Tensor, noise: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _spread(self, x: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """u in [0, 1] like x, and log q(u | x) `(B,)`."""
         raise NotImplementedError
 
-    def centre(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def centre(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The point of each integer at the median of the noise: of uniform noise (x + 1/2) / L."""
         median = torch.full(x.shape, self.median, dtype=self.low.dtype, device=x.device)
-        return self.with_noise(x, median, cond, mask)[0]
+        return self.with_noise(x, median, mask)[0]
 
     def to_levels(self, v: Tensor) -> Tensor:
         """The integers whose cells hold `v`, clamp(floor(L v), 0, L - 1); uint8 up to 256 levels, else int64.
@@ -105,13 +99,7 @@ class Dequantize(nn.Module):
         return event_mean(((v < 0) | (v >= 1)).double(), mask)
 
     def initialize(
-        self,
-        x: Tensor,
-        generator: Generator,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        *,
-        force: bool = False,
+        self, x: Tensor, generator: Generator, mask: Tensor | None = None, *, force: bool = False
     ) -> None:
         """Data-dependent initialisation from a batch; uniform noise has none."""
 
@@ -145,7 +133,7 @@ class UniformDequantize(Dequantize):
     def noise(self, shape, generator):
         return uniform(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
-    def _spread(self, x, noise, cond, mask):
+    def _spread(self, x, noise, mask):
         return noise, noise.new_zeros(len(x))
 
 
@@ -180,7 +168,7 @@ class GaussianNoise(Dequantize):
     def noise(self, shape, generator):
         return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
-    def with_noise(self, x, noise, cond=None, mask=None):
+    def with_noise(self, x, noise, mask=None):
         v = (self._integers(x).to(self.low.dtype) + 0.5) / self.levels + self.sigma * noise
         return hide(v, mask), v.new_zeros(len(x))
 
@@ -193,10 +181,7 @@ class VariationalDequantize(Dequantize):
 
     Arguments:
         levels: number of integer levels L.
-        bijection: g, from the event's shape to itself, with the condition of `noise_condition`: x scaled to [-1, 1] and
-            the channels of `cond`.
-        cond: a further condition; labels add `class_features` channels, vectors and maps as many as they have.
-        class_features: width of the embedding of labels.
+        bijection: g, from the event's shape to itself, with the condition of `noise_condition`: x scaled to [-1, 1].
 
     Errors: ValueError for a bijection without a condition.
     Source: Ho et al. 2019 (Flow++), section 3.1.
@@ -212,44 +197,31 @@ class VariationalDequantize(Dequantize):
         (torch.Size([1, 1]), torch.Size([1]))
     """
 
-    def __init__(
-        self, levels: int, bijection: Bijection, *, cond: Condition | None = None, class_features: int = 8
-    ):
+    def __init__(self, levels: int, bijection: Bijection):
         super().__init__(levels)
-        require_condition(cond)
         if not bijection.uses_cond:
             raise ValueError("VariationalDequantize: the bijection needs a condition, which is made from the integers")
-        self.bijection, self.uses_cond = bijection, cond is not None
-        labels = cond is not None and cond.kind == "labels"
-        self.classes = nn.Embedding(cond.size, class_features) if labels else None
+        self.bijection = bijection
 
     def noise(self, shape, generator):
         return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
-    def _spread(self, x, noise, cond, mask):
+    def _spread(self, x, noise, mask):
         noise = hide(noise, mask)
-        a, logdet = self.bijection(noise, self._condition(x, cond, mask), mask)
+        a, logdet = self.bijection(noise, self._condition(x, mask), mask)
         log_normal = -0.5 * noise.square() - 0.5 * math.log(2 * math.pi)
         terms = hide(log_normal - logsigmoid(a) - logsigmoid(-a), mask)
         return torch.sigmoid(a), per_example(terms) - logdet
 
-    def _condition(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        if (cond is not None) != self.uses_cond:
-            problem = "needs cond" if self.uses_cond else "was built without a condition: leave cond out"
-            raise ValueError(f"VariationalDequantize {problem}")
-        scaled = (2 * x.to(self.low.dtype) / (self.levels - 1)) - 1
-        if cond is None:
-            return hide(scaled, mask)
-        features = cond if self.classes is None else self.classes(cond)
-        features = features.reshape(*features.shape, *[1] * (x.dim() - features.dim())).to(scaled.dtype)
-        return hide(torch.cat([scaled, features.expand(-1, -1, *x.shape[2:])], dim=1), mask)
+    def _condition(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return hide(2 * x.to(self.low.dtype) / (self.levels - 1) - 1, mask)
 
     @torch.no_grad()
-    def initialize(self, x, generator, cond=None, mask=None, *, force=False) -> None:
+    def initialize(self, x, generator, mask=None, *, force=False) -> None:
         """Data-dependent initialisation of g on fresh noise."""
         x = hide(self._integers(x), mask)
         noise = hide(self.noise(tuple(x.shape), generator), mask)
-        self.bijection.initialize(noise, self._condition(x, cond, mask), mask, force=force)
+        self.bijection.initialize(noise, self._condition(x, mask), mask, force=force)
 
     def uninitialized(self):
         yield from self.bijection.uninitialized("bijection")
@@ -292,15 +264,14 @@ class OfLevel(Bijection):
         return self.table[:, level].unbind()
 
 
-def noise_condition(event_shape: Shape, cond: Condition | None = None, *, class_features: int = 8) -> Condition:
+def noise_condition(event_shape: Shape) -> Condition:
     """The condition of the bijection of a `VariationalDequantize`.
 
     Example:
-        >>> noise_condition((3, 32, 32), Condition("labels", 10))
-        Condition(kind='map', size=11, stride=1)
+        >>> noise_condition((3, 32, 32))
+        Condition(kind='map', size=3, stride=1)
     """
-    more = 0 if cond is None else class_features if cond.kind == "labels" else cond.size
-    return Condition("vector" if len(event_shape) == 1 else "map", event_shape[0] + more)
+    return Condition("vector" if len(event_shape) == 1 else "map", event_shape[0])
 
 
 def _cells(levels: int) -> tuple[Tensor, Tensor]:

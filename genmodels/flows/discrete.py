@@ -57,7 +57,7 @@ class DiscreteFlow(nn.Module):
         super().__init__()
         self.dequantize, self.flow = dequantize, flow
         self.kind = dequantize.kind
-        self.uses_cond = dequantize.uses_cond or flow.uses_cond
+        self.uses_cond = flow.uses_cond
         self.num_classes = label_count(self)
         self.null_class = has_null_class(self)
 
@@ -71,13 +71,12 @@ class DiscreteFlow(nn.Module):
         force: bool = False,
     ) -> None:
         """Data-dependent initialisation of the dequantisation, then of the flow, from a batch of integers."""
-        noise_cond, flow_cond = self._conds(cond)
         self._check(x, cond, mask)
         with undone_on_failure(self):
-            self.dequantize.initialize(x, generator, noise_cond, mask, force=force)
+            self.dequantize.initialize(x, generator, mask, force=force)
             with torch.no_grad():
-                v, _ = self.dequantize(x, generator, noise_cond, mask)
-            self.flow.initialize(v, flow_cond, mask, force=force)
+                v, _ = self.dequantize(x, generator, mask)
+            self.flow.initialize(v, cond, mask, force=force)
 
     def log_prob(
         self,
@@ -113,18 +112,17 @@ class DiscreteFlow(nn.Module):
         if samples < 1 or (rows is not None and rows < 1):
             raise ValueError(f"samples and rows must be at least 1, got samples = {samples}, rows = {rows}")
         require_initialized(self.dequantize, "DiscreteFlow.log_prob: dequantisation")
-        conds = self._conds(cond)
         self._check(x, cond, mask)
         if not len(x):
             return torch.zeros(0, samples, dtype=torch.float64, device=x.device)
         weights = []
         for pieces in _passes(len(x), samples, rows or len(x)):
             noise = _joined([self._noise(x[part], part, draw, generator) for draw, part in pieces])
-            x_here, mask_here, noise_cond, flow_cond = (
-                None if value is None else _joined([value[part] for _, part in pieces]) for value in (x, mask, *conds)
+            x_here, mask_here, cond_here = (
+                None if value is None else _joined([value[part] for _, part in pieces]) for value in (x, mask, cond)
             )
-            v, contribution = self.dequantize.with_noise(x_here, noise, noise_cond, mask_here)
-            weights.append((self.flow.density(v, flow_cond, mask_here) + contribution).double())
+            v, contribution = self.dequantize.with_noise(x_here, noise, mask_here)
+            weights.append((self.flow.density(v, cond_here, mask_here) + contribution).double())
         return _joined(weights).view(samples, len(x)).T
 
     def sample(
@@ -143,7 +141,7 @@ class DiscreteFlow(nn.Module):
 
     def points(self, n: int, cond: Tensor | None = None, **options) -> Tensor:
         """The points (n, *event) that `sample` quantises, some of them perhaps outside [0, 1)."""
-        return self.flow.sample(n, self._conds(cond)[1], **options)
+        return self.flow.sample(n, cond, **options)
 
     def class_posterior(
         self,
@@ -164,9 +162,9 @@ class DiscreteFlow(nn.Module):
 
         return class_posterior(bound, len(x), num_classes, log_prior, x.device)
 
-    def centre(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def centre(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The point of each integer at the median of the noise."""
-        return self.dequantize.centre(x, self._conds(cond)[0], mask)
+        return self.dequantize.centre(x, mask)
 
     def quantise(self, v: Tensor) -> Tensor:
         """The integers whose cells hold the values; those outside [0, 1) become the end levels."""
@@ -181,12 +179,6 @@ class DiscreteFlow(nn.Module):
             of_mask = mask_fault(self.flow.bijection, self.flow.event_shape, mask)
             of_labels = labels_fault(cond, self.num_classes, self.null_class)
             refuse([levels_fault(x, self.dequantize.levels, mask), of_labels, of_mask])
-
-    def _conds(self, cond: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The condition as the dequantisation and as the flow take it."""
-        if cond is not None and not self.uses_cond:
-            raise ValueError("this flow was built without a condition: leave cond out")
-        return (cond if self.dequantize.uses_cond else None), (cond if self.flow.uses_cond else None)
 
     def _noise(self, x: Tensor, part: slice, draw: int, generator: Generator) -> Tensor:
         if isinstance(generator, KeyedGenerator):
@@ -227,7 +219,7 @@ class NoisyFlow(DiscreteFlow):
         """y + sigma^2 grad log p(y)."""
         with outside_inference(), torch.enable_grad():
             y = usable(y).detach().requires_grad_()
-            (score,) = torch.autograd.grad(self.flow.density(y, self._conds(cond)[1], mask).sum(), y)
+            (score,) = torch.autograd.grad(self.flow.density(y, cond, mask).sum(), y)
         return y.detach() + self.dequantize.sigma**2 * score
 
 
@@ -288,7 +280,7 @@ class ContinuousFlow(nn.Module):
         """Events (n, *event) in the data's own units; frames outside the mask are zero."""
         return self.flow.sample(n, cond, temperature=temperature, generator=generator, mask=mask)
 
-    def centre(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def centre(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x itself."""
         return x.to(next((p.dtype for p in self.parameters()), torch.float32))
 

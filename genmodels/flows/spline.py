@@ -155,7 +155,7 @@ def neural_spline(
     Arguments:
         features: dimension D of the vectors, for couplings at least 2.
         layers: number of couplings or autoregressive layers; halves, or the order, alternate between them.
-        kind: `coupling` (one pass in both directions) or `autoregressive` (D turns to invert).
+        kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to invert).
         transform: `spline`, or `affine`.
         bins: bins K of a spline.
         bound: splines act on [-bound, bound] and are the identity outside.

@@ -267,7 +267,7 @@ class GenerativeModel(OfLightning, nn.Module):
     def require_class(self, cond: object) -> None:
         """Raise InputError for no class where training always gave it."""
         if cond is None and self.conditional and not self.has_null_class:
-            raise InputError("this model was trained with cond_drop=0 and knows no item without a class: give cond")
+            raise InputError("this model was trained with cond_drop=0 and always needs a class: give cond")
 
     def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
         """Called in a subclass' constructor: condition on the class where the data have classes.

@@ -74,7 +74,7 @@ class DiffusionModel(GenerativeModel):
     )  # fmt: skip
 
     #: The default sampler.
-    usual_sampler = "dpmpp_2m"
+    default_sampler = "dpmpp_2m"
     #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
     #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
@@ -128,7 +128,7 @@ class DiffusionModel(GenerativeModel):
             self.time_sampler = objective.time_sampler  # registered, so that checkpoints hold its history
         self.sampler = DiffusionSampler(
             self.num_steps, self.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
-            name=self.usual_sampler)
+            name=self.default_sampler)
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:

@@ -41,7 +41,7 @@ class FlowMapModel(DiffusionModel):
     """
 
     validates_by_ode = True
-    usual_sampler = "flow_map"
+    default_sampler = "flow_map"
     #: The numbers of steps that `sweeps=[steps]` of an evaluation compares.
     swept_steps = (1, 2, 4, 20)
 
@@ -223,7 +223,7 @@ class ConsistencyModel(StepModel):
     """
 
     family = "consistency"
-    usual_sampler = "consistency"
+    default_sampler = "consistency"
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class ProgressiveModel(StepModel):
 
     family = "progressive"
     learns_from = ("progressive",)
-    usual_sampler = "flow_map"
+    default_sampler = "flow_map"
 
     def __init__(
         self,

@@ -324,7 +324,7 @@ class FlowModel(GenerativeModel):
     def latents(self, batch: Batch, weights: str | float = "ema") -> Latents:
         """The latents of data at every scale, fine to coarse; integers are taken at the median of their noise."""
         core, cond = self.weights(weights), self._cond(batch)
-        return core.flow.latents(core.centre(batch.x, cond, batch.mask), cond, batch.mask)
+        return core.flow.latents(core.centre(batch.x, batch.mask), cond, batch.mask)
 
     @torch.no_grad()
     def from_latents(
@@ -340,7 +340,7 @@ class FlowModel(GenerativeModel):
     def examine(self, batch: Batch, weights: str | float = "raw") -> Health:
         """The health of every layer on a batch: round-trip errors, scales, condition numbers."""
         core, cond = self.weights(weights), self._cond(batch)
-        return examine(core.flow.bijection, core.centre(batch.x, cond, batch.mask), cond, batch.mask)
+        return examine(core.flow.bijection, core.centre(batch.x, batch.mask), cond, batch.mask)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of the batch; a few of its items are kept for the monitor."""

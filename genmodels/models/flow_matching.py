@@ -94,7 +94,7 @@ class FlowMatchingModel(DiffusionModel):
     ):
         super().__init__(spec, **shared)
         # Along noise schedules velocities may have no bound: at SNR 0 alpha' of some is infinite.
-        self.usual_sampler = "dpmpp_2m" if path.startswith("vp_") else "flow"
+        self.default_sampler = "dpmpp_2m" if path.startswith("vp_") else "flow"
         followed = make_path(path, self.num_steps, sigma_min=sigma_min)
         kind = Denoiser if spec.source is None else BetweenData
         core = kind(self.network(), followed, velocity_of(followed))
@@ -105,7 +105,7 @@ class FlowMatchingModel(DiffusionModel):
         self.assemble(core, elbo if spec.source is None else None, objective)
         if spec.source is not None:
             if path.startswith("vp_"):
-                raise InputError(f"path={path} keeps some of the data at t = 1: from other data take linear or cosine")
+                raise InputError(f"path={path} still has data at t = 1: between two data sets take linear or cosine")
             self.samplers, self.has_ode_likelihood = _WITHOUT_NOISE, False
             self.register_buffer("source_location", torch.zeros(spec.event_shape))
             self.register_buffer("source_scale", torch.ones(spec.event_shape))
@@ -210,7 +210,7 @@ class FlowMatchingModel(DiffusionModel):
             if options.source is not None:
                 raise InputError("source is for a model whose flow starts from other data (data=transport)")
             return super().draw(options)
-        sampler = options.sampler or self.usual_sampler
+        sampler = options.sampler or self.default_sampler
         one_of("sampler (from other data)", sampler, self.samplers)
         given = {"known": options.known, "edit": options.edit, "along": options.along, "size": options.size}
         given["temperature"] = None if options.temperature in (None, 1) else options.temperature

@@ -154,7 +154,7 @@ class NSF(FlowModel):
     Arguments:
         spec: the data set this model is built for.
         layers: number of couplings or autoregressive layers.
-        kind: `coupling` (one pass in both directions) or `autoregressive` (D turns to sample).
+        kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to sample).
         transform: `spline`, or `affine`; affine and autoregressive is MAF.
         bins: bins K of a spline.
         bound: splines act on [-bound, bound] and are the identity outside.
@@ -202,7 +202,7 @@ class MAF(FlowModel):
 
         z_i = (x_i - m_i(x_1 .. x_{i-1})) exp(-alpha_i(x_1 .. x_{i-1}))
 
-    The density takes one pass. A sample takes a turn for every dimension, all of which have the arithmetic of one.
+    The density takes one pass. A sample takes D passes, together as cheap as one.
 
     Arguments:
         spec: the data set this model is built for.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, at_least, refusals
+from genmodels.core.errors import InputError, as_input_errors, at_least
 from genmodels.core.files import read_text
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples, SamplingOptions
@@ -90,7 +90,7 @@ class TextReader:
 
     def normal_form(self, text: str) -> str:
         """The text as the model reads it, without marks."""
-        with refusals():
+        with as_input_errors():
             found = in_form(without_marks(text), self.form, self.language)
         if self.symbols.on_unknown == "drop":
             unknown = self.symbols.unknown(found)
@@ -102,7 +102,7 @@ class TextReader:
         normal = self.normal_form(text)
         if not any(c.isalpha() for c in normal):
             raise InputError(f"the text {text!r} has no letters that this model was trained on")
-        with refusals():
+        with as_input_errors():
             return self.symbols.encode(normal)
 
     def lines_of(self, file: str) -> list[str]:
@@ -126,7 +126,7 @@ class TextReader:
 
         A blank has the factor of the symbol after it.
         """
-        with refusals():
+        with as_input_errors():
             rows = [factors_of(text, self.normal_form) for text in texts]
         if all(factor == 1 for row in rows for factor in row):
             return None

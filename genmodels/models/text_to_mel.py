@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, an, refusals
+from genmodels.core.errors import InputError, an, as_input_errors
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -372,13 +372,13 @@ class Tacotron(TextModel):
         if most is None:
             most = _FRAMES_A_SYMBOL * (condition.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(options.weights)
-        with refusals():
+        with as_input_errors():
             drawn = core.tacotron.sample(condition.tokens, condition.mask, core.voice(condition), generator=noise,
                                          temperature=options.temperature, max_frames=most)
         broken_off = asked.index[~drawn.stopped].tolist()
         if broken_off:
             logging.getLogger(__name__).warning(
-                "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), options.n,
+                "%d of %d mels did not stop and were cut at max_frames (samples %s)", len(broken_off), options.n,
                 ", ".join(map(str, broken_off[:8])))
         # The token with the largest attention weight, of any sign, of each frame; tokens may be skipped or repeated.
         looked = one_hot(drawn.weights.abs().argmax(1), condition.tokens.shape[1]) * drawn.mask.mT

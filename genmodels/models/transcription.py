@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, TextCondition
-from genmodels.core.errors import InputError, an, check_number, refusals
+from genmodels.core.errors import InputError, an, as_input_errors, check_number
 from genmodels.core.files import located, read_text
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.checkpoint import load_model
@@ -62,7 +62,7 @@ def search_of(
     if lm_order is not None and isinstance(language, ByteLanguage):
         raise InputError(f"lm_order={lm_order} is for n-grams of a text, and lm={lm} is a checkpoint")
     own = {"weight": lm_weight, "length": length, "language": language, "rescore": rescore}
-    with refusals():
+    with as_input_errors():
         return Search(beam=beam, **{key: value for key, value in own.items() if value is not None})
 
 
@@ -79,7 +79,7 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
         if not hasattr(read, "reader"):
             raise InputError(f"lm={file} holds {an(header['family'])}: train one by model=language_model data=text")
         table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
-        with refusals():
+        with as_input_errors():
             language = ByteLanguage(read.reader(), table, longest=read.spec.dims)
         if (share := language.share()) < 2 * len(table) / 256:  # a model that knows nothing gives them half of that
             raise InputError(f"lm={file} gives the characters of the recogniser {share:.0%} of its probability: train "
@@ -87,7 +87,7 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
         return language
     lines = read_text(file, "lm").splitlines()
     text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
-    with refusals():
+    with as_input_errors():
         form = text.get("form", "characters"), text["language"]
         forms = [in_form(line, *form) for line in lines if any(c.isalpha() for c in line)]
         letters = Counter(c for own in forms for c in own if c.isalpha())

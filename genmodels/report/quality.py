@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from genmodels.data.base import items_of
-from genmodels.data.text import written
+from genmodels.data.text import to_text
 from genmodels.evaluation.report import Fidelity, Layer, Measures, Scale, Skipped
 from genmodels.report.figures import Field, Rule, Series, figure
 from genmodels.report.parts import (
@@ -48,7 +48,7 @@ def samples(models: list[Model]) -> list:
             continue
         recipe, index = facts(found.made), model.array(found.index)
         if data.encoding is not None:
-            texts = [Text(written(torch.as_tensor(one)), "written") for one in x[:_WRITTEN]]
+            texts = [Text(to_text(torch.as_tensor(one)), "written") for one in x[:_WRITTEN]]
             figures.append(Gallery([Text(f"{_numbered(index, len(texts))}{recipe}"), *texts], model.name))
         elif is_image(data):
             figures.append(_sheet(model, x[:_SHOWN], index, recipe, len(models) == 1))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from genmodels.core.errors import InputError, RunError, one_of, progress_bar, refusals
+from genmodels.core.errors import InputError, RunError, as_input_errors, one_of, progress_bar
 from genmodels.core.files import read_text, write_whole
 from genmodels.speech.audio import AudioError, read_wav, write_wav
 from genmodels.speech.text import normalise, sentences
@@ -85,7 +85,7 @@ def corpus(
         RunError: if the program fails, or gives no sound.
     """
     check_voice(voice)
-    with refusals():
+    with as_input_errors():
         written = [" ".join(text.replace("|", ", ").split()) for text in texts]
         rows = dict(zip(map(normalise, written), written, strict=True))
     for said, text in rows.items():
@@ -112,7 +112,7 @@ def corpus(
 
 def check_voice(voice: str) -> None:
     """Raise InputError for a voice that is unknown, or whose program is not installed."""
-    with refusals():
+    with as_input_errors():
         one_of("voice", voice, VOICES)
     program = VOICES[voice].command[0]
     if shutil.which(program) is None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from genmodels.core.errors import Interrupted, NotFinite, RunError, progress_bar, require_finite_rows, terminal
 from genmodels.core.files import TEMPORARY, write_text
 from genmodels.core.processes import rank_world, set_whole
-from genmodels.data.text import written
+from genmodels.data.text import to_text
 from genmodels.models.checkpoint import join_parts
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
@@ -252,7 +252,7 @@ class SampleGrid(Callback):
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)
         if spec.encoding is not None:
-            write_text(file, "\n\n".join(map(written, samples.x)))
+            write_text(file, "\n\n".join(map(to_text, samples.x)))
         if spec.mel is not None:
             from genmodels.speech.audio import MelConfig
             from genmodels.speech.vocoder import sounds_of
@@ -273,7 +273,7 @@ class FiniteMetrics(Callback):
                                "step. Check the validation data, or lower model.optimizer.lr")
 
 
-class NoBetter(EarlyStopping):
+class StopWithoutImprovement(EarlyStopping):
     """Lightning's early stopping on the metric that chooses best.ckpt, whose name depends on the family.
 
     Arguments:

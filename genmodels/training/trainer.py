@@ -38,7 +38,7 @@ from genmodels.training.processes import environments
 _TRIES = 100  # learning rates that the finder tries, one per step
 
 
-class WholeFiles(CheckpointIO):
+class AtomicCheckpointIO(CheckpointIO):
     """Lightning's interface to the functions for checkpoints."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
@@ -172,7 +172,7 @@ class TrainerOptions:
                 callbacks=callbacks + ([StepBar()] if self.progress else []),
                 enable_progress_bar=self.progress,
                 logger=False,
-                plugins=[WholeFiles(), *environments()],
+                plugins=[AtomicCheckpointIO(), *environments()],
             )
         except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
             raise InputError(f"trainer: {first_line(error)}") from error

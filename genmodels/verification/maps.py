@@ -272,7 +272,7 @@ class TrainedFlow:
     @torch.no_grad()
     def points(self) -> Tensor:
         """The items as points of the flow, integers at the median of their noise, padding as zeros."""
-        return hide(self.core.centre(self.batch.x, self.model._cond(self.batch), self.batch.mask), self.batch.mask)
+        return hide(self.core.centre(self.batch.x, self.batch.mask), self.batch.mask)
 
     @cached_property
     @torch.no_grad()

@@ -173,9 +173,9 @@ def test_conditions(cond, shape):
 
 
 WRONG = [
-    ([], "nothing was named: give one of model=glow"),
+    ([], "no model is given: give one of model=glow"),
     (["model=glow", "ckpt=a.ckpt"], "got model and ckpt"),
-    (["model=glow", "shape=[3]"], "shape goes with what="),
+    (["model=glow", "shape=[3]"], "shape needs what="),
     (["what=os:system", "shape=[3]"], "to allow it add its package: trust=[os]"),
     (["what=genmodels.flows.linear:Flip"], "shape is missing"),
     (["what=genmodels.flows.linear:Flip", "shape=[0]", "options.channels=3"], "positive sizes"),
@@ -411,8 +411,8 @@ def test_every_mechanism(capsys, monkeypatch):
     (["object=myattention.table", "trust=[myattention]", "capabilities=[2d]"], "capability 2d and space"),
     (["object=myattention.table", "trust=[myattention]", "shape=[2]"], "shape is that of a map here"),
     (["object=myattention.table", "trust=[myattention]", "options.wide=3"], "unexpected keyword argument 'wide'"),
-    (["capabilities=[relative]"], "capabilities goes with object="),
-    (["options.dim=16"], "options goes with object="),
+    (["capabilities=[relative]"], "capabilities needs object="),
+    (["options.dim=16"], "options needs object="),
 ])  # fmt: skip
 def test_what_is_refused(my_attention, capsys, words, said):
     assert verify_attention(*words) == 2
@@ -423,7 +423,7 @@ def test_what_is_refused(my_attention, capsys, words, said):
 
 def test_object_goes_with_attention(my_attention, capsys):
     assert main(["verify", "model=glow", "object=myattention.table", *QUICK]) == 2
-    assert "object goes with what=attention" in capsys.readouterr().err
+    assert "object needs what=attention" in capsys.readouterr().err
 
 
 def test_the_kinds_of_attention_are_spelled_out_and_checked(capsys):

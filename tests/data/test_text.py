@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.core.errors import InputError
-from genmodels.data.text import TextFile, written
+from genmodels.data.text import TextFile, to_text
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_splits_follow_one_another_without_a_byte_in_common(file, stride):
 
 
 def test_bytes_that_are_no_text_are_shown_all_the_same():
-    assert written(torch.tensor([[195, 169, 32, 195]])) == "\u00e9 \ufffd"
+    assert to_text(torch.tensor([[195, 169, 32, 195]])) == "\u00e9 \ufffd"
 
 
 @pytest.mark.parametrize("options, said", [
@@ -54,6 +54,6 @@ def test_spoken_lines_are_in_the_normal_form(tmp_path, text, line):
         pytest.importorskip("num2words")
     (tmp_path / "book.txt").write_text(text * 9)
     data = TextFile(file=tmp_path / "book.txt", length=8, spoken=True, val_fraction=0.2, test_fraction=0.2).prepare()
-    whole = "".join(written(data.split(name).__getitems__([k]).x[0]) for name in ("train", "val", "test")
+    whole = "".join(to_text(data.split(name).__getitems__([k]).x[0]) for name in ("train", "val", "test")
                     for k in range(len(data.split(name))))
     assert whole.startswith(line) and set(whole) <= set(line)

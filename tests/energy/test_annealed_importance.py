@@ -15,9 +15,9 @@ from genmodels.energy import (
     AnnealedImportanceSampling,
     DoubleWell,
     GaussianBase,
+    GaussianMixture,
     LogDensity,
     LogPartition,
-    NormalMixture,
     Quadratic,
     ScoreNetwork,
 )
@@ -119,7 +119,7 @@ def test_chains_outside_the_support_weigh_nothing():
 
 # ---- other densities, kernels, grids ----
 
-MIXTURE = NormalMixture(
+MIXTURE = GaussianMixture(
     torch.tensor([0.3, 0.7]).double(), torch.tensor([[-1.5, 0.0], [1.5, 1.0]]).double(), 0.6, log_z=2.0
 )
 
@@ -294,7 +294,7 @@ def test_what_is_unreliable_says_so():
 
 
 def test_float32():
-    single = NormalMixture(torch.tensor([0.3, 0.7]), MIXTURE.means.float(), 0.6, log_z=2.0)
+    single = GaussianMixture(torch.tensor([0.3, 0.7]), MIXTURE.means.float(), 0.6, log_z=2.0)
     found = AnnealedImportanceSampling(steps=32)(single, BASE, seeded(), chains=400)
     assert abs(found.log_z - 2) < 4 * found.stderr
 

@@ -12,8 +12,8 @@ from torch import nn
 from genmodels.energy import (
     DoubleWell,
     Energy,
+    GaussianMixture,
     LogDensity,
-    NormalMixture,
     Potential,
     Quadratic,
     ScoreNetwork,
@@ -123,7 +123,7 @@ def test_a_density_integrates_to_one():
 
 def test_narrow_modes_and_huge_offsets():
     means = torch.tensor([[0.77, -0.31], [-3.03, 2.2], [3.1, 3.2]], dtype=torch.float64)
-    mixture = NormalMixture(torch.tensor([0.2, 0.3, 0.5]).double(), means, 0.05, log_z=2.0)
+    mixture = GaussianMixture(torch.tensor([0.2, 0.3, 0.5]).double(), means, 0.05, log_z=2.0)
     assert quadrature(mixture, [(-4, 4), (-4, 4)]).log_z == pytest.approx(2, abs=1e-7)
     deep = Quadratic(torch.eye(2, dtype=torch.float64), offset=-5000.0)
     assert quadrature(deep, 2 * [(-9, 9)]).log_z == pytest.approx(deep.log_normaliser, abs=1e-8)

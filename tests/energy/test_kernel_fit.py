@@ -14,8 +14,8 @@ from genmodels.energy import (
     Energy,
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
+    GaussianMixture,
     LogDensity,
-    NormalMixture,
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
     trace,
@@ -66,7 +66,7 @@ def test_minimiser_catches_a_flipped_sign():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_training_reaches_every_parameter_and_improves(name):
-    truth = NormalMixture(torch.tensor([0.5, 0.5]).double(), torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]).double(), 0.5)
+    truth = GaussianMixture(torch.tensor([0.5, 0.5]).double(), torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]).double(), 0.5)
     x, net = truth.sample(400, seeded(1)), network(20)
     net.set_points(x[:20])
     model, loss = DeepKernel(net), DeepKernelLoss(loss=LOSSES[name])

@@ -17,8 +17,8 @@ from genmodels.energy import (
     ULA,
     DoubleWell,
     EnergyFunction,
+    GaussianMixture,
     NoiseConditionalScore,
-    NormalMixture,
     Point,
     Quadratic,
     ScoreNetwork,
@@ -99,7 +99,7 @@ def test_unstable_steps_are_refused():
 # ---- exactness of the corrected ones ----
 
 WELL = DoubleWell()
-WEIGHTS = NormalMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-1.2], [1.2]]).double(), 0.7)
+WEIGHTS = GaussianMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-1.2], [1.2]]).double(), 0.7)
 EXACT = {"mala": MALA(step_size=0.8), "hmc": HMC(step_size=0.5, leapfrog_steps=4)}
 
 
@@ -344,7 +344,7 @@ def test_options():
 
 
 # Two modes five standard deviations apart on either side.
-MIXTURE = NormalMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-2.5, 0.0], [2.5, 0.0]]).double(), 0.5)
+MIXTURE = GaussianMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-2.5, 0.0], [2.5, 0.0]]).double(), 0.5)
 LEVELS = torch.logspace(1, -1, 19).tolist()
 SAMPLERS = {"annealed": annealed_langevin, "predictor-corrector": predictor_corrector}
 
@@ -372,7 +372,7 @@ def test_annealed_langevin():
 def test_predictor_corrector():
     means = torch.zeros(2, 16, dtype=torch.float64)
     means[:, 0] = MIXTURE.means[:, 0]
-    wide = NormalMixture(torch.tensor([0.3, 0.7]).double(), means, 0.5)
+    wide = GaussianMixture(torch.tensor([0.3, 0.7]).double(), means, 0.5)
     levels = torch.logspace(1, math.log10(0.02), 67).tolist()
     finds_the_weights(predictor_corrector, levels, mixture=wide)
     finds_the_weights(lambda *a, **o: predictor_corrector(*a, corrector_steps=0, **o), levels)

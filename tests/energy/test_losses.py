@@ -20,8 +20,8 @@ from genmodels.energy import (
     Energy,
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
+    GaussianMixture,
     LogDensity,
-    NormalMixture,
     Quadratic,
     Rademacher,
     ScoreNetwork,
@@ -459,7 +459,7 @@ def test_a_score_network_of_a_quadratic_energy_has_its_losses():
 
 def test_descent_finds_a_mixture():
     """All losses of a free model agree that the truth is better than its neighbours."""
-    truth = NormalMixture(torch.tensor([0.3, 0.7]), torch.tensor([[-1.0, 0.0], [1.0, 0.5]]), 0.5).double()
+    truth = GaussianMixture(torch.tensor([0.3, 0.7]), torch.tensor([[-1.0, 0.0], [1.0, 0.5]]), 0.5).double()
     x = truth.sample(4000, seeded(1))
     for kind in (ExactScoreMatching, *SLICED):
 
@@ -641,7 +641,7 @@ def test_errors_of_contrastive_divergence():
 # ---- a whole training in the plane: from data to a normalised density, checked by quadrature ----
 
 
-TRUTH = NormalMixture(
+TRUTH = GaussianMixture(
     torch.tensor([0.3, 0.4, 0.3]), torch.tensor([[-1.0, -0.5], [0.2, 0.8], [1.2, -0.6]]), 0.4
 )  # fmt: skip
 LIMITS = [(-5.0, 5.0), (-5.0, 5.0)]

@@ -205,7 +205,8 @@ def test_files_next_to_a_report_that_are_of_none_are_kept(gaussians, tmp_path, n
 
 @pytest.mark.parametrize("name", ["table.csv", "table.json", "table.md", "report.html"])
 def test_files_where_a_table_goes_that_are_of_none_are_kept(gaussians, tmp_path, name):
-    words = [f"ckpt=[{gaussians}/flow,{gaussians}/energy]", "out=c", "stages=[likelihood]"]
+    shutil.copytree(gaussians / "flow", tmp_path / "again")
+    words = [f"ckpt=[{gaussians}/flow,again]", "out=c", "stages=[likelihood]"]
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / name).write_bytes(b"\xe4,b,c\n1,2,3\n")
     _, err = evaluate(*words, cwd=tmp_path, code=2)
@@ -652,8 +653,8 @@ BAD = [
     ("ckpt=FLOW replicates=4", 2, "replicates is for diffusion bounds"),
     ("ckpt=ENERGY normaliser=none chains=8", 2, "chains is for normaliser=ais, got normaliser=none"),
     ("ckpt=FLOW stages=[]", 2, "stages=[] is empty"),
-    ("ckpt=FLOW stages=[likelihood] samples=100", 2, "samples has no part in stages=[likelihood]"),
-    ("ckpt=FLOW stages=[cost] importance_samples=4", 2, "importance_samples has no part in stages=[cost]"),
+    ("ckpt=FLOW stages=[likelihood] samples=100", 2, "samples has no effect with stages=[likelihood]"),
+    ("ckpt=FLOW stages=[cost] importance_samples=4", 2, "importance_samples has no effect with stages=[cost]"),
     ("ckpt=FLOW rank=across", 2, "rank=across is for a table of several models"),
     ("ckpt=FLOW ood=noise ood_data.root=x", 2, "ood=noise is none"),
     ("ckpt=FLOW beam=8", 2, "beam is for recognisers"),
@@ -668,7 +669,7 @@ BAD = [
     ("ckpt=DIFFUSION ode=true ode_options.solver=rk4 ode_options.steps=2.5", 2, "steps must be a whole number"),
     ("ckpt=DIFFUSION ode=true ode_options.solver=rk4 ode_options.tolerance=1e-3", 2, "tolerance is for solver=rk45"),
     ("ckpt=DIFFUSION ode=true ode_options.probes=2", 2, "probes is for divergence=hutchinson"),
-    ("ckpt=DIFFUSION ode=false ode_options.tolerance=1e-3", 2, "ode_options have no part in this evaluation"),
+    ("ckpt=DIFFUSION ode=false ode_options.tolerance=1e-3", 2, "ode_options have no effect, since the ODE of"),
     ("ckpt=FLOW ood=fasion_mnist", 2, "did you mean 'fashion_mnist'"),
     ("ckpt=FLOW ood=digits", 2, "ood=digits: these data do not fit the checkpoint"),
     ("ckpt=FLOW ood_data.root=x", 2, "ood=<name>"),
@@ -684,7 +685,7 @@ BAD = [
     ("ckpt=FLOW rank=all", 2, "across"),
     ("ckpt=FLOW seed=x", 2, "seed must be an integer"),
     ("ckpt=[FLOW,ENERGY] out=a.json", 2, "the reports of several checkpoints are a folder: leave out .json"),
-    ("ckpt=[FLOW,DIGITS] stages=[likelihood]", 2, "cannot stand in one table: their data name differ"),
+    ("ckpt=[FLOW,DIGITS] stages=[likelihood]", 2, "cannot be compared in one table: their data name differ"),
     ("ckpt=DIGITS data._target_=genmodels.data.toy.Toy", 2, "event_shape is (2,), the model was built for (1, 8, 8)"),
     ("ckpt=DIGITS sampler=ddim stages=[fidelity]", 2, "sampler is for models with several samplers"),
 ]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.data.image_folder import decode
-from genmodels.data.text import spelt, written
+from genmodels.data.text import to_bytes, to_text
 from genmodels.data.vision import Digits
 from genmodels.evaluation.materials import _speech_options, read_items, read_mask, read_range, template
 from genmodels.models.text_model import TextReader
@@ -77,16 +77,16 @@ TEXT = DataSpec("text", (1, 12), levels=256, encoding="utf-8")
 
 
 def test_a_text_keeps_all_but_its_gaps_and_what_it_lacks():
-    known, keep = template(spelt("to __ or not"), "_", TEXT)
-    assert written(known) == "to __ or not" and keep[0].tolist() == [c != "_" for c in "to __ or not"]
-    assert template(spelt("to be"), "_", TEXT)[1][0].tolist() == [True] * 5 + [False] * 7
-    ranged = template(spelt("to be or not"), "3:5", TEXT)[1][0].tolist()
+    known, keep = template(to_bytes("to __ or not"), "_", TEXT)
+    assert to_text(known) == "to __ or not" and keep[0].tolist() == [c != "_" for c in "to __ or not"]
+    assert template(to_bytes("to be"), "_", TEXT)[1][0].tolist() == [True] * 5 + [False] * 7
+    ranged = template(to_bytes("to be or not"), "3:5", TEXT)[1][0].tolist()
     assert ranged == [True] * 3 + [False] * 2 + [True] * 7
 
 
 @pytest.mark.parametrize("call, said", [
-    (lambda: template(spelt("to be or not to be"), "_", TEXT), "has 18 bytes, and sequences here have 12"),
-    (lambda: template(spelt("to be or not"), "_", TEXT), "nothing is left to draw"),
+    (lambda: template(to_bytes("to be or not to be"), "_", TEXT), "has 18 bytes, and sequences here have 12"),
+    (lambda: template(to_bytes("to be or not"), "_", TEXT), "nothing is left to draw"),
     (lambda: read_range("5:3", 8, "mask"), "mask=5:3 must be from:to"),
     (lambda: read_range("2:9", 8, "mask"), "within 0:8"), (lambda: read_range("m.png", 8, "mask"), "from:to"),
 ])  # fmt: skip

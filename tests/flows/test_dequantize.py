@@ -14,7 +14,6 @@ from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import GaussianNoise, OfLevel, UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.scaling import ActNorm, Logit, Scale
-from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
 from genmodels.verification.bijections import check_bijection
@@ -37,7 +36,7 @@ class Tilt(Bijection):
         return 0.3 + 0.5 * cond + torch.exp(0.2 * cond) * x, per_example(volume)
 
 
-def noise_flow(shape, cond=None):
+def noise_flow(shape):
     """A conditional flow with networks, the same in whatever order tests run."""
     torch.manual_seed(0)
     channels, dims = shape[0], len(shape) - 1
@@ -45,7 +44,7 @@ def noise_flow(shape, cond=None):
     for swap in (False, True):
         split = ChannelSplit(channels, swap=swap)
         element = Affine(split.changed)
-        out, condition = element.params_per_dim * split.changed, noise_condition(shape, cond)
+        out, condition = element.params_per_dim * split.changed, noise_condition(shape)
         if dims:
             net = ConvNet(split.kept, out, hidden=8, dims=dims, cond=condition)
         else:
@@ -138,10 +137,6 @@ def test_errors():
             UniformDequantize(4)(torch.full((1, 2), value), source())
     with pytest.raises(ValueError, match="needs a condition"):
         VariationalDequantize(4, ActNorm(2))
-    with pytest.raises(ValueError, match="needs cond"):
-        VariationalDequantize(4, Tilt(), cond=Condition("labels", 3))(torch.zeros(1, 2).long(), source())
-    with pytest.raises(ValueError, match="leave cond out"):
-        VariationalDequantize(4, Tilt())(torch.zeros(1, 2).long(), source(), torch.tensor([0]))
 
 
 # ---- variational ----
@@ -167,8 +162,8 @@ class SignOfTheLogDet(Tilt):
 class NoSigmoid(VariationalDequantize):
     """Leaves out the volume of the sigmoid."""
 
-    def _spread(self, x, noise, cond, mask):
-        a, logdet = self.bijection(noise, self._condition(x, cond, mask), mask)
+    def _spread(self, x, noise, mask):
+        a, logdet = self.bijection(noise, self._condition(x, mask), mask)
         return torch.sigmoid(a), per_example(-0.5 * noise.square() - 0.5 * math.log(2 * math.pi)) - logdet
 
 
@@ -232,11 +227,11 @@ def test_every_check_of_bijections_holds_for_the_noise_of_a_level():
     assert not Compose([OfLevel(5), Tilt()], (2, 3, 3)).rounds_cond  # a gradient is due where any part has one
 
 
-def averages_to_the_volume(dequantize, shape, cond=None, mask=None):
+def averages_to_the_volume(dequantize, shape):
     """E_q [1 / q(u|x)] is the volume of the cube of noise, one: the mean of exp(contribution + D log L)."""
     rows = 20_000
     x = torch.randint(4, (1, *shape), generator=source(3)).expand(rows, *shape)
-    _, contribution = dequantize(x, source(4), cond, mask)
+    _, contribution = dequantize(x, source(4))
     ratio = torch.exp(contribution + math.prod(shape) * math.log(4))
     assert abs(float(ratio.mean()) - 1) < 4 * float(ratio.std()) / math.sqrt(rows)
 
@@ -247,38 +242,17 @@ def test_inverse_densities_average_to_the_volume():
         averages_to_the_volume(NoSigmoid(4, Tilt()).double(), (2,))
 
 
-@pytest.mark.parametrize("conditional", [False, True])
 @pytest.mark.parametrize("name", EVENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_variational_noise_of_every_kind_of_event(name, conditional, dtype):
-    shape, cond = EVENTS[name], Condition("labels", 3) if conditional else None
-    dequantize = shaken(VariationalDequantize(17, noise_flow(shape, cond), cond=cond)).to(dtype)
+def test_variational_noise_of_every_kind_of_event(name, dtype):
+    shape = EVENTS[name]
+    dequantize = shaken(VariationalDequantize(17, noise_flow(shape))).to(dtype)
     x = torch.randint(17, (5, *shape), generator=source(), dtype=torch.uint8)
-    labels = torch.tensor([0, 1, 2, 0, 1]) if conditional else None
-    v, contribution = dequantize(x, source(), labels)
+    v, contribution = dequantize(x, source())
     assert v.dtype == contribution.dtype == dtype and v.shape == x.shape and contribution.shape == (5,)
     assert bool((v < 1).all()) and torch.equal(dequantize.to_levels(v), x)
-    other = dequantize.with_noise(x.flip(0), dequantize.noise(tuple(x.shape), source()), labels)[1]
-    assert not torch.allclose(other, contribution)  # the noise listens to x ...
-    if conditional:  # ... and to the labels
-        assert not torch.allclose(dequantize(x, source(), labels.flip(0))[1], contribution)
-
-
-@pytest.mark.parametrize("kind", ["vector", "map"])
-def test_other_conditions(kind):
-    shape, cond = (2, 4, 4), Condition(kind, 3)
-    dequantize = shaken(VariationalDequantize(4, noise_flow(shape, cond), cond=cond))
-    x = torch.randint(4, (2, *shape), generator=source())
-    given = torch.randn(2, 3, *(shape[1:] if kind == "map" else ()), dtype=torch.float64, requires_grad=True)
-    _, contribution = dequantize(x, source(), given)
-    (gradient,) = torch.autograd.grad(contribution.sum(), given)
-    assert gradient.isfinite().all() and gradient.any()
-
-
-def test_noise_condition():
-    assert noise_condition((3, 8, 8)) == Condition("map", 3)
-    assert noise_condition((5,), Condition("labels", 10), class_features=2) == Condition("vector", 7)
-    assert noise_condition((5, None), Condition("vector", 4)) == Condition("map", 9)
+    other = dequantize.with_noise(x.flip(0), dequantize.noise(tuple(x.shape), source()))[1]
+    assert not torch.allclose(other, contribution)  # the noise listens to x
 
 
 @pytest.mark.parametrize("kind", ["uniform", "variational"])
@@ -291,7 +265,7 @@ def test_masked_frames_count_for_nothing(kind):
     x = torch.randint(5, (3, *shape), generator=source())
     noise = dequantize.noise((3, *shape), source(1))
     for content in (0, 4, 77):  # 77 is no level at all
-        v, contribution = dequantize.with_noise(x.masked_fill(~mask, content), noise, None, mask)
+        v, contribution = dequantize.with_noise(x.masked_fill(~mask, content), noise, mask)
         assert not v.masked_fill(mask, 0).any()
         for row, length in enumerate(lengths):
             alone = dequantize.with_noise(x[row : row + 1, :, :length], noise[row : row + 1, :, :length])
@@ -300,9 +274,9 @@ def test_masked_frames_count_for_nothing(kind):
 
 
 def test_gradients_train_the_noise():
-    dequantize = shaken(VariationalDequantize(4, noise_flow((2,), Condition("labels", 3)), cond=Condition("labels", 3)))
+    dequantize = shaken(VariationalDequantize(4, noise_flow((2,))))
     dequantize.requires_grad_(True)
-    v, contribution = dequantize(torch.randint(4, (64, 2)), source(), torch.arange(64) % 3)
+    v, contribution = dequantize(torch.randint(4, (64, 2)), source())
     (contribution.sum() + v.square().sum()).backward()
     for name, parameter in dequantize.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name

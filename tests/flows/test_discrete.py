@@ -172,8 +172,8 @@ def test_bound_rises_to_the_log_mass(case, noise):
 class NoVolume(UniformDequantize):
     """Leaves out - D log L."""
 
-    def with_noise(self, x, noise, cond=None, mask=None):
-        v, contribution = super().with_noise(x, noise, cond, mask)
+    def with_noise(self, x, noise, mask=None):
+        v, contribution = super().with_noise(x, noise, mask)
         return v, contribution + x[0].numel() * math.log(self.levels)
 
 
@@ -187,8 +187,8 @@ class SharedNoise(DiscreteFlow):
 class LogQDropped(VariationalDequantize):
     """The density of the noise is forgotten."""
 
-    def _spread(self, x, noise, cond, mask):
-        u, log_q = super()._spread(x, noise, cond, mask)
+    def _spread(self, x, noise, mask):
+        u, log_q = super()._spread(x, noise, mask)
         return u, torch.zeros_like(log_q)
 
 
@@ -401,7 +401,7 @@ def test_every_kind_of_event(name, conditional, noise, dtype):
     if noise == "uniform":
         dequantize = UniformDequantize(17)
     else:
-        dequantize = VariationalDequantize(17, noise_flow(shape, cond), cond=cond)
+        dequantize = VariationalDequantize(17, noise_flow(shape))
     model = shaken(DiscreteFlow(dequantize, flow), 0.2).to(dtype)
     size = tuple(8 if n is None else n for n in shape)
     x = torch.randint(17, (5, *size), generator=source(), dtype=torch.uint8)
@@ -410,7 +410,7 @@ def test_every_kind_of_event(name, conditional, noise, dtype):
     assert nats.shape == stderr.shape == (5,) and nats.dtype == torch.float64 and nats.isfinite().all()
     drawn = model.sample(5, labels, generator=keyed(5), length=8 if name == "sequences" else None)
     assert drawn.shape == x.shape and drawn.dtype == torch.uint8 and int(drawn.max()) <= 16
-    latents = model.flow.latents(model.centre(x, labels), labels)
+    latents = model.flow.latents(model.centre(x), labels)
     assert torch.equal(model.quantise(model.flow.from_latents(latents, labels)), x)
     if conditional:
         assert not torch.equal(model.log_prob(x, labels.flip(0), generator=keyed(5), samples=3)[0], nats)

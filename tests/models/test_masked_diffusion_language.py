@@ -11,7 +11,7 @@ import torch
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
-from genmodels.data.text import spelt
+from genmodels.data.text import to_bytes
 from genmodels.models.checkpoint import load_model
 from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.nn import CausalTransformer, dit
@@ -118,7 +118,7 @@ def test_the_checks_of_whole_models_hold():
 
 def test_it_learns_and_a_checkpoint_holds_it(tmp_path):
     model = LanguageModel(DataSpec("text", (1, 8), levels=256, encoding="utf-8"), net=SMALL, ema_decay=0.0)
-    batch = Batch(spelt("to be to").expand(4, 1, 8).clone(), index=torch.arange(4))
+    batch = Batch(to_bytes("to be to").expand(4, 1, 8).clone(), index=torch.arange(4))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(60):
         optimizer.zero_grad()

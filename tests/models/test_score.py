@@ -15,7 +15,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
 from genmodels.diffusion import Denoiser
-from genmodels.energy import NoiseConditionalScore, NormalMixture, kernels, predictor_corrector
+from genmodels.energy import GaussianMixture, NoiseConditionalScore, kernels, predictor_corrector
 from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.score import SAMPLERS, ScoreModel, VarianceExplodingScore, sample_levels
@@ -81,7 +81,7 @@ def test_the_scores_of_a_denoiser_are_those_of_unscaled_data():
 def test_the_exact_scores_of_a_mixture_give_its_samples(sampler):
     weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
     means = torch.tensor([[-1.5, 0.0], [1.5, 0.5]], dtype=torch.float64)
-    mixture = NormalMixture(weights, means, 0.3)
+    mixture = GaussianMixture(weights, means, 0.3)
     z, evaluations = sample_levels(
         mixture.with_noise(), (1000, 2), 8.0, 0.01, keyed(1000, "sample"), sampler=sampler, steps=60,
         dtype=torch.float64, callback=lambda done, z: None,

@@ -107,7 +107,7 @@ def test_a_mel_without_a_stop_is_reported(monkeypatch):
         tacotron.core.tacotron.stop.bias.fill_(-50.0)
     drawn = tacotron.sample(2, text="so")
     assert drawn.made["not_stopped"] == [0, 1] and drawn.mask.sum((1, 2)).tolist() == [140, 140]
-    assert len(messages) == 1 and messages[0].startswith("2 of 2 mels did not come to a stop")
+    assert len(messages) == 1 and messages[0].startswith("2 of 2 mels did not stop")
     with torch.no_grad():
         tacotron.core.tacotron.stop.bias.fill_(50.0)
     assert tacotron.sample(2, text="so").made["not_stopped"] == []

@@ -12,7 +12,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
-from genmodels.training.callbacks import NoBetter, SampleGrid, StepBar, Steps
+from genmodels.training.callbacks import SampleGrid, StepBar, Steps, StopWithoutImprovement
 
 SPECS = {"images": DataSpec("digits", (1, 8, 8), levels=17), "points": DataSpec("plane", (2,))}
 
@@ -54,13 +54,13 @@ def test_what_a_model_prints_is_seen_above_the_bar(capsys):
 
 def stopped_after(metrics: list[float], validations: int, resumed_at: int | None = None) -> int | None:
     """The number of validations after which early stopping ends a training, None if it does not."""
-    callback = NoBetter(validations)
+    callback = StopWithoutImprovement(validations)
     trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), sanity_checking=False, fast_dev_run=False,
                               strategy=SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision),
                               should_stop=False, current_epoch=0)
     for number, value in enumerate(metrics):
         if number == resumed_at:
-            state, callback = callback.state_dict(), NoBetter(validations)
+            state, callback = callback.state_dict(), StopWithoutImprovement(validations)
             callback.load_state_dict(state)
         trainer.callback_metrics = {"val/nll": torch.tensor(value), "val/other": torch.tensor(-float(number))}
         callback.on_validation_end(trainer, SimpleNamespace(figures={"val/nll": value, "val/other": -number}))
