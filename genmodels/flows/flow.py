@@ -16,7 +16,6 @@ from genmodels.core.tensors import module_table
 from genmodels.flows.bases import Distribution
 from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape, fits
 from genmodels.flows.composition import Compose
-from genmodels.flows.dequantize import VariationalDequantize
 from genmodels.flows.multiscale import MultiScale
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.condition import Conditioning
@@ -107,8 +106,6 @@ def label_count(module: nn.Module) -> int | None:
             counts.append(part.num_classes)
         elif isinstance(part, Conditioning) and part.condition is not None and part.condition.kind == "labels":
             counts.append(part.condition.size)
-        elif isinstance(part, VariationalDequantize) and part.classes is not None:
-            counts.append(part.classes.num_embeddings)
     return min(counts, default=None)
 
 
