@@ -1,4 +1,4 @@
-"""`import genmodels as gm`: the same numbers, names and as_input_errors as the commands."""
+"""`import genmodels as gm`: the same numbers, names and refusals as the commands."""
 
 from __future__ import annotations
 

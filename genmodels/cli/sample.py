@@ -156,21 +156,22 @@ def run(
     if group.rank:
         group.serve()
         return
-    print(*lines, *_drawn(drawing, target, single, materials, path, frames), sep="\n")
+    _write_drawn(drawing, target, single, lines, materials, path, frames)
 
 
-def _drawn(
-    drawing: Drawing, target: Path, single: bool, materials: dict, path: str | None, frames: int
-) -> list[str]:
-    """Draw samples and write them, and their trajectory to `path`; returns lines for the user."""
+def _write_drawn(
+    drawing: Drawing, target: Path, single: bool, lines: list[str], materials: dict, path: str | None, frames: int
+) -> None:
+    """Draw samples, write them, then their trajectory to `path`, and say each after `lines`."""
     spec = drawing.model.spec
     if single:
         made, written = write_folder(drawing, spec, target)
-        return [*written, *convergence_warnings(made)]
-    samples = draw_together(drawing, Cache(cache_folder() / "samples"))
-    written = write_samples(samples, spec, target, sources(materials, spec))
-    trajectory = [] if path is None else [write_path(samples, spec, Path(path), frames)]
-    return [*written, *convergence_warnings(samples.made), *trajectory]
+    else:
+        samples = draw_together(drawing, Cache(cache_folder() / "samples"))
+        made, written = samples.made, write_samples(samples, spec, target, sources(materials, spec))
+    print(*lines, *written, *convergence_warnings(made), sep="\n")
+    if path is not None:
+        print(write_path(samples, spec, Path(path), frames))
 
 
 def _check_beside(out: str | None) -> None:

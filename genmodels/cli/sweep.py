@@ -35,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from genmodels.cli.compose import Composer
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import in_hydra, new_folder, place_of, write_text, write_whole
+from genmodels.core.files import HUB, in_hydra, new_folder, place_of, write_text, write_whole
 from genmodels.verification.check import table
 
 _LONGEST = 80  # characters of a point's folder name
@@ -105,12 +105,18 @@ class Point:
 
     def report(self, words: Sequence[str], config: dict) -> dict:
         """The place of the report of a point of `evaluate`, which would be the same for all; empty if it is not."""
-        if self.command != "evaluate" or config.get("out") or {*self.swept} <= {"ckpt", "split", "limit"}:
+        if self.command != "evaluate" or config.get("out"):
             return {}
         ckpt, name = config["ckpt"], folder_name(self.title(words))
         single = ckpt if isinstance(ckpt, str) else ckpt[0] if len(ckpt) == 1 else None
-        where = f"comparison_{name}" if single is None else place_of(single).with_name(f"report_{name}.json")
-        return {"out": str(where)}
+        if single is None:
+            return {"out": str(new_folder(Path(f"comparison_{name}")))}
+        if {*self.swept} <= {"ckpt", "split", "limit"} and not single.startswith(HUB):
+            return {}
+        further = [str(config[key]) for key in ("split", "limit") if config.get(key) and key not in self.swept]
+        checkpoint = place_of(single)
+        words = ["report", *([] if checkpoint.stem == "best" else [checkpoint.stem]), *further, name]
+        return {"out": str(checkpoint.with_name("_".join(words) + ".json"))}
 
     def finished(self, words: Sequence[str], config: dict) -> Any | None:
         """The outcome of a point finished before with the same model, data, trainer and seed; None otherwise."""

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -318,10 +318,14 @@ def _resumed(
 
 def _check_last(path: Path, step: int) -> None:
     """Refuse to go on from a checkpoint before the last one of its run, which the next would replace."""
-    last, later = path.with_name("last.ckpt"), step
-    with suppress(InputError, RunError):  # a damaged one is worth nothing
-        later = read_header(last)["step"] if last.is_file() else step
-    if later > step:
+    last = path.with_name("last.ckpt")
+    if path.name == last.name or not last.is_file():
+        return
+    try:
+        verify(last)
+    except RunError:  # a damaged one is worth nothing
+        return
+    if (later := read_header(last, check=False)["step"]) > step:
         raise InputError(f"resume: {path} is at step {step}, and {last}, which would be replaced, at {later}: give "
                          "resume=last, or move that file elsewhere first")
 

@@ -243,7 +243,7 @@ class Evaluation:
         stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
                   "fidelity": self.fidelity.run, "cost": self.cost, "checks": self.checks,
                   "sweeps": self.sweeps}
-        if self.state.request.wants("fidelity"):
+        if self.state.request.wants("fidelity") or self.state.request.wants("sweeps"):
             self.fidelity.check()
         if self.state.request.wants("audit"):
             require_texts(self.opened)

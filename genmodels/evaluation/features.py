@@ -79,7 +79,8 @@ class Cache:
             if self.folder is not None:
                 write_whole(self.folder / f"{key}.pt", lambda file: torch.save(value, file))
         except RunError as error:
-            warnings.warn(f"{error}; going on without a cache, GENMODELS_CACHE names another folder", stacklevel=2)
+            warnings.warn(f"{error}; going on without a cache; set GENMODELS_CACHE to a folder that can be written",
+                          stacklevel=2)
             self.folder = None
         return value
 

@@ -202,7 +202,7 @@ class MAF(FlowModel):
 
         z_i = (x_i - m_i(x_1 .. x_{i-1})) exp(-alpha_i(x_1 .. x_{i-1}))
 
-    The density takes one pass. A sample takes D passes, together as cheap as one.
+    The density takes one pass. A sample takes D passes, one after another, which together have the arithmetic of one.
 
     Arguments:
         spec: the data set this model is built for.

@@ -229,7 +229,7 @@ def compare(
             evaluation.run()
         except Interrupted:
             if evaluation.report.seconds:
-                print(*_write(evaluation, target), sep="\n", file=sys.stderr)
+                sys.stderr.writelines(f"{line}\n" for line in _write(evaluation, target))
             raise
         except (RunError, InputError) as error:
             failures[path] = str(error)

@@ -144,6 +144,13 @@ def test_vectors_become_a_table_that_is_read_back(tmp_path):
         check_target(tmp_path / "pictures.csv", DataSpec("digits", (1, 8, 8), levels=17))
 
 
+@pytest.mark.parametrize(("name", "beside"), [("x.txt", "x.json"), ("x.wav", "x.json"), ("x.wav", "x.png")])
+def test_the_files_beside_samples_are_not_replaced(tmp_path, name, beside):
+    (tmp_path / beside).write_text("mine", encoding="utf-8")
+    with pytest.raises(InputError, match=f"{name} also writes .*{beside}, which exists"):
+        run(ckpt="nothing", out=str(tmp_path / name))
+
+
 def test_the_files_beside_a_table_are_not_replaced(tmp_path):
     main(["train", "model=nsf", "data=toy", f"run_dir={tmp_path / 'run'}", "trainer.max_steps=1", "logger=csv"])
     (tmp_path / "x.json").write_text("mine", encoding="utf-8")

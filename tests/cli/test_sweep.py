@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from genmodels.cli import main as cli
+from genmodels.cli.sweep import Point
 from genmodels.core.errors import RunError
 from genmodels.training.run import Outcome
 
@@ -266,3 +267,22 @@ def test_a_missing_launcher_is_one_line(points, capsys):
     assert cli.main(["train", "-m", "seed=0,3", "hydra/launcher=joblip"]) == 2
     assert "pip install 'genmodels[scale]'" in capsys.readouterr().err and points == []
     assert not list(Path("runs").glob("sweeps/*"))
+
+
+@pytest.mark.parametrize(("ckpt", "swept", "more", "out"), [
+    ("a/best.ckpt", ("seed",), {}, "a/report_seed-1.json"),
+    ("a/last.ckpt", ("seed",), {"split": "val", "limit": 20}, "a/report_last_val_20_seed-1.json"),
+    ("a/best.ckpt", ("ckpt",), {}, None), (["a/best.ckpt"], ("split",), {}, None),
+    (["a/best.ckpt", "b/best.ckpt"], ("split",), {}, "comparison_split-val"),
+    ("a/best.ckpt", ("seed",), {"out": "mine.json"}, None),
+])  # fmt: skip
+def test_every_point_of_an_evaluation_has_a_place_of_its_own(ckpt, swept, more, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    for name in ("best", "last"):
+        Path(f"a/{name}.ckpt").touch()
+    point = Point("evaluate", swept, "sweep", ("evaluate.py",))
+    word = {"seed": "seed=1", "ckpt": "ckpt=a/best.ckpt", "split": "split=val"}[swept[0]]
+    assert point.report([word], {"ckpt": ckpt} | more) == ({} if out is None else {"out": out})
+    if out == "comparison_split-val":  # the next sweep of other checkpoints
+        assert point.report([word], {"ckpt": ckpt}) == {"out": f"{out}_2"}

@@ -30,7 +30,7 @@ def test_every_item_counts_once():
 def test_results_that_cannot_be_stored_are_returned_all_the_same(tmp_path):
     (tmp_path / "file").touch()
     cache = Cache(tmp_path / "file" / "cache")
-    with pytest.warns(UserWarning, match="going on without a cache, GENMODELS_CACHE names another folder"):
+    with pytest.warns(UserWarning, match="going on without a cache; set GENMODELS_CACHE to a folder"):
         assert cache.put("a", 1.5) == 1.5
     assert cache.put("b", 2.5) == 2.5 and cache.get("b") is None
 

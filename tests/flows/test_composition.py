@@ -222,7 +222,7 @@ def test_only_one_output_is_used():
         assert worst(*results) < 1e-8
 
 
-# ---- as_input_errors ----
+# ---- refusals ----
 
 
 class Normed(MLP):

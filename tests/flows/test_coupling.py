@@ -573,7 +573,7 @@ def test_a_log_derivative_left_out_is_caught():
     assert {"log-det inverse", "log-dets cancel"} <= set(check_bijection(layer, (4,), compiler=None).failed)
 
 
-# ---- robustness, facts, as_input_errors ----
+# ---- robustness, facts, refusals ----
 
 
 def test_what_has_not_its_turn_does_not_matter():

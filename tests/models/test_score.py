@@ -358,7 +358,7 @@ def test_the_score_of_no_class_is_shown_only_where_it_was_learned():
         model.initialize(Batch(x, cond))
         assert bool(model.pictures()) is shown
         if not shown:
-            with pytest.raises(InputError, match="cond_drop=0 and knows no item without a class"):
+            with pytest.raises(InputError, match="cond_drop=0 and always needs a class"):
                 model.log_likelihood(Batch(x))
 
 

@@ -89,7 +89,7 @@ class Browser:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """Messages on the console, exceptions, and as_input_errors of the page's own policy."""
+        """Messages on the console, exceptions, and refusals of the page's own policy."""
         kinds = {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 

@@ -22,6 +22,7 @@ from genmodels.core.errors import RunError
 from genmodels.core.files import write_text
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
+from genmodels.training import loggers
 from genmodels.training.loggers import (
     _TIME,
     CSVLogger,
@@ -249,3 +250,11 @@ def test_an_evaluation_joins_the_run_of_its_checkpoint(checkpoint, facts, of, ke
               "data": {"name": "toy", "split": "test", "items": 99, "limited": False} | of}  # fmt: skip
     assert log_evaluation(tmp_path / f"{checkpoint}.ckpt", LoggerOptions(wandb="offline"), report, "toy")
     assert names == [("nsf", "toy")] and set(logged) == {key, f"{key}/recall"} and logged[f"{key}/recall"] == 0.5
+
+
+@pytest.mark.parametrize(("resumed", "purged"), [(0, None), (150, 151)])
+def test_tensorboard_drops_what_came_after_the_checkpoint(resumed, purged, tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(loggers, "TensorBoardLogger", lambda *_, **options: given.update(options))
+    LoggerOptions(wandb="off", csv=False, tensorboard=True).build(tmp_path, "nsf", "toy", resumed)
+    assert given["purge_step"] == purged

@@ -1,4 +1,4 @@
-"""Attention beyond the checks of genmodels.verification: as_input_errors, cross-attention, blocks, caches, slots."""
+"""Attention beyond the checks of genmodels.verification: refusals, cross-attention, blocks, caches, slots."""
 
 from __future__ import annotations
 
