@@ -101,7 +101,7 @@ def run(
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
-    _check_beside(out)
+    _check_companions(out)
 
     ckpt_path, place, trust = located(ckpt), place_of(ckpt), trust or []
     verify(ckpt_path)
@@ -174,11 +174,11 @@ def _write_drawn(
         print(write_path(samples, spec, Path(path), frames))
 
 
-def _check_beside(out: str | None) -> None:
+def _check_companions(out: str | None) -> None:
     """Refuse to replace what is not known to be ours: the files next to `out` where `out` itself does not exist."""
-    beside = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
+    companions = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
     target = Path(out or "")
-    for suffix in beside.get(target.suffix.lower(), ()):
+    for suffix in companions.get(target.suffix.lower(), ()):
         if (place := target.with_suffix(suffix)).exists() and not target.exists():
             raise InputError(f"out={out} also writes {place}, which exists: give another name")
 

@@ -113,10 +113,10 @@ class Point:
             return {"out": str(new_folder(Path(f"comparison_{name}")))}
         if {*self.swept} <= {"ckpt", "split", "limit"} and not single.startswith(HUB):
             return {}
-        further = [str(config[key]) for key in ("split", "limit") if config.get(key) and key not in self.swept]
-        checkpoint = place_of(single)
-        words = ["report", *([] if checkpoint.stem == "best" else [checkpoint.stem]), *further, name]
-        return {"out": str(checkpoint.with_name("_".join(words) + ".json"))}
+        from genmodels.report.compare import report_target  # imports torch
+
+        usual = report_target(place_of(single), None, False, config.get("split") or "test", config.get("limit"))
+        return {"out": str(usual.with_stem(f"{usual.stem}_{name}"))}
 
     def finished(self, words: Sequence[str], config: dict) -> Any | None:
         """The outcome of a point finished before with the same model, data, trainer and seed; None otherwise."""

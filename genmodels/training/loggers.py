@@ -205,7 +205,7 @@ class CSVLogger(Logger):
             lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
             try:
                 self._rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= resume_step]
-            except (KeyError, TypeError, ValueError, csv.Error):  # the last of a byte 0, in Python 3.10
+            except (KeyError, TypeError, ValueError, csv.Error):  # csv.Error: a byte 0, in Python 3.10
                 raise RunError(f"{path} is no table of a run, with the number of a step in each row: move it away"
                                ) from None
         self._columns = list(dict.fromkeys(["step", *(key for row in self._rows for key in row)]))

@@ -271,7 +271,7 @@ def test_a_missing_launcher_is_one_line(points, capsys):
 
 @pytest.mark.parametrize(("ckpt", "swept", "more", "out"), [
     ("a/best.ckpt", ("seed",), {}, "a/report_seed-1.json"),
-    ("a/last.ckpt", ("seed",), {"split": "val", "limit": 20}, "a/report_last_val_20_seed-1.json"),
+    ("a/last.ckpt", ("seed",), {"split": "val", "limit": 20}, "a/report_last_val_first20_seed-1.json"),
     ("a/best.ckpt", ("ckpt",), {}, None), (["a/best.ckpt"], ("split",), {}, None),
     (["a/best.ckpt", "b/best.ckpt"], ("split",), {}, "comparison_split-val"),
     ("a/best.ckpt", ("seed",), {"out": "mine.json"}, None),

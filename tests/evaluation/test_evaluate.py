@@ -752,7 +752,7 @@ def test_an_evaluation_interrupted_in_its_first_stage_leaves_the_report_as_it_wa
 def test_points_of_a_sweep_have_reports_of_their_own(gaussians, tmp_path):
     words = [f"ckpt={gaussians}/flow", "stages=[likelihood]", "limit=20"]
     evaluate("-m", *words, "seed=0,1", cwd=tmp_path, code=0)
-    found = [report(path) for path in sorted((gaussians / "flow").glob("report_20_seed-?.json"))]
+    found = [report(path) for path in sorted((gaussians / "flow").glob("report_first20_seed-?.json"))]
     assert len(found) == 2 and found[0]["likelihood"][0]["nll"] == pytest.approx(found[1]["likelihood"][0]["nll"])
 
 
