@@ -38,7 +38,7 @@ EXAMPLES = {
     "corpus": ["out=corpus", "out=corpus text=book.txt voice=slt"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full", "runs/ddpm-digits/<time> --open"],
     "completion": ["bash"],
-    "doctor": ["", "data=image_folder data.root=photos"],
+    "doctor": ["", "data=image_folder data.root=photos --fix-list bad.txt"],
 }
 
 

@@ -276,8 +276,10 @@ def _located(what: str, trust: list[str], key: str = "what") -> Callable:
     """The class or function of a trusted package that `package.module:name` names."""
     module_name, _, name = what.replace(":", ".").rpartition(".")
     package = module_name.split(".")[0]
+    if not package:
+        raise InputError(f"{key}={what} names no class: {key}=package.module:Class")
     if package not in {"genmodels", *trust}:
-        raise InputError(f"{key}={what} is not of genmodels; to allow it add its package: trust=[{package or what}]")
+        raise InputError(f"{key}={what} is not of genmodels; to allow it add its package: trust=[{package}]")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m genmodels` has it
     try:

@@ -1,4 +1,4 @@
-"""Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
+"""Diffusion models as a plain library: noise schedules, denoisers, the ELBO term by term, samplers."""
 
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit

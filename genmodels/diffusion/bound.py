@@ -133,13 +133,13 @@ def check_grid(schedule: Path, times: Tensor) -> Tensor:
         raise InputError("the times of a bound must increase within [0, 1], at least two of them")
     log_snr = schedule.log_snr(times).to(times.device)
     if bool(log_snr[0].isinf()):
-        raise InputError("without noise at the first time the bound is infinite: start at 1/T (ddpm_times)")
+        raise InputError("without noise at the first time the negative ELBO is infinite: start at 1/T (ddpm_times)")
     return log_snr
 
 
 @dataclass
 class ElboTerms:
-    """The bound of each example in nats: -log p(x_0) <= total = prior + diffusion.sum(1) + reconstruction.
+    """The negative ELBO of each example in nats: -log p(x_0) <= total = prior + diffusion.sum(1) + reconstruction.
 
     Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
     or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, None when all terms were
@@ -219,7 +219,7 @@ def elbo(
     num_terms = len(times) - 1
     if mode == "stratified":
         if not 1 <= draws <= num_terms:
-            raise InputError(f"draws = {draws}: the bound has {num_terms} terms, use 1 <= draws <= {num_terms}")
+            raise InputError(f"draws = {draws}: the ELBO has {num_terms} terms, use 1 <= draws <= {num_terms}")
         if replicates < 2:
             raise InputError(f"replicates = {replicates}: a standard error needs at least 2")
         bounds = torch.arange(draws + 1) * num_terms // draws
@@ -302,7 +302,7 @@ def continuous_elbo(
     replicates: int = 2,
     chunk: int | None = None,
 ) -> ElboTerms:
-    """The bound of each example in continuous time: unbiased, from one noise level in each of `draws` strata.
+    """The negative ELBO of each example in continuous time: unbiased, from one noise level in each of `draws` strata.
 
         1/2 int E SNR |x_0 - x0_hat|^2 d lambda,   lambda from the log-SNR at t_0 to that at t = 1
 

@@ -148,7 +148,7 @@ class LevelSoftmax:
 
 
 class Gaussian:
-    """N(x; mean, scale^2), for continuous data: the bound becomes a bound on a density (`levels` is None).
+    """N(x; mean, scale^2), for continuous data: the ELBO becomes a bound on a density (`levels` is None).
 
     Arguments:
         scale: a fixed standard deviation in place of that of the last kernel.

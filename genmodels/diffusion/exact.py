@@ -137,7 +137,7 @@ class GaussianDenoiser(_ExactDenoiser):
     def reverse_variance(self, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
         """The variance of q(x_s | x_t), v + c_0^2 mmse, the same shape as the log-SNRs.
 
-        With it as the model's variance the bound is tight. Errors: scalars of different variance.
+        With it as the model's variance the ELBO is tight. Errors: scalars of different variance.
         """
         if not torch.allclose(self.variance, self.variance.flatten()[0]):
             raise InputError("the variance differs between scalars: no single reverse variance is exact")

@@ -62,7 +62,7 @@ class Elbo:
 
         A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise is a quarter of the distance
         between levels, log SNR = 2 log(2 (L - 1)): below, the integers are certain and further steps only
-        loosen the bound. Every t_0 yields a bound; this one is near the tightest. It is 0 where the schedule always has
+        loosen the ELBO. Every t_0 yields a bound; this one is near the tightest. It is 0 where the schedule always has
         more noise.
         """
         first, finest = 1.0 / self.num_steps, self.decoder.finest_log_snr
@@ -72,9 +72,9 @@ class Elbo:
         return torch.linspace(first, 1.0, self.num_steps, dtype=torch.float64)
 
     def times(self, schedule: Path) -> Tensor:
-        """Times t_0 < ... < t_K = 1 of the bound, evenly spaced in log-SNR; (T,) float64.
+        """Times t_0 < ... < t_K = 1 of the ELBO, evenly spaced in log-SNR; (T,) float64.
 
-        Then all steps cost about the same, which makes the bound of T steps and its estimate from few draws tight. A
+        Then all steps cost about the same, which makes the ELBO of T steps and its estimate from few draws tight. A
         table keeps its own steps. A log-SNR below -20 at the end counts as -20 for the spacing.
         """
         times = self.steps(schedule)
@@ -93,7 +93,7 @@ class Elbo:
         mask: Tensor | None = None, bound: Literal["discrete", "continuous"] = "discrete", draws: int | None = None,
         replicates: int = 2, rows: int | None = None,
     ) -> ElboEstimate:
-        """The bound of data in the network's units.
+        """The ELBO of data in the network's units.
 
         Shapes: x0 (B, *event), times (T,), cond (B,) or (B, F), mask (B, 1, T).
 
@@ -112,7 +112,7 @@ class Elbo:
         if draws is not None:
             at_least(1, draws=draws)
             if bound == "discrete" and draws >= self.num_steps:
-                raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
+                raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the ELBO, got {draws}")
         times = times.to(x0.device)
         edges = denoiser.schedule.log_snr(times).detach()
         given = {"cond": cond, "mask": mask, "chunk": rows}

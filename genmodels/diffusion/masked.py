@@ -49,7 +49,7 @@ def bound_terms(
     predict: Predictor, x: Tensor, t: Tensor, mask: int, generator: Generator, cond: Tensor | None = None,
     masking: MaskingName = "linear",
 ) -> Tensor:
-    """(B,) float64, the integrand of the bound in nats at time t (B,) of each example, with tokens masked at random.
+    """(B,) float64, the integrand of the negative ELBO in nats at time t (B,) of each example, random tokens masked.
 
         -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)]
 
@@ -78,9 +78,9 @@ def masked_bound(
     predict: Predictor, x: Tensor, mask: int, generator: KeyedGenerator, *, cond: Tensor | None = None,
     draws: int, replicates: int = 2, rows: int | None = None,
 ) -> Tensor:
-    """(B, replicates) float64, independent estimates of the bound in nats, each from a time in each of `draws` strata.
+    """(B, replicates) float64, independent estimates of the negative ELBO in nats, each from `draws` strata of time.
 
-    The bound does not depend on the masking. `quadratic` is used, since with the others a rare masked token near t = 0
+    The ELBO does not depend on the masking. `quadratic` is used, since with the others a rare masked token near t = 0
     has so large a weight that the variance is infinite.
 
     Arguments:

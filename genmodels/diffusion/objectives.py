@@ -63,7 +63,7 @@ class Objective:
 
     Arguments:
         decoder: p(x_0 | x_{t_0}), where the objective has a reconstruction term.
-        times: (K+1,) increasing grid of the bound; see `ddpm_times`.
+        times: (K+1,) increasing grid of the ELBO; see `ddpm_times`.
         time_sampler: how the times of a batch are drawn, a name in TIME_SAMPLERS or a sampler.
     """
 
@@ -96,7 +96,7 @@ class Objective:
         """Raise where this objective cannot train the denoiser."""
         if is_learned(denoiser.schedule) and not self.in_nats:
             raise InputError(
-                "a learned schedule needs the bound as its objective: the simple loss would seek easy noise levels"
+                "a learned schedule needs the ELBO as its objective: the simple loss would seek easy noise levels"
             )
 
     def observe(self, out: ObjectiveOutput) -> None:
@@ -112,7 +112,7 @@ class Objective:
     def need_bound(self) -> None:
         """Raise unless there is a decoder and a grid."""
         if self.decoder is None or self.times is None:
-            raise InputError("the bound needs a decoder and its grid of times")
+            raise InputError("the ELBO needs a decoder and its grid of times")
 
 
 def is_learned(schedule: Path) -> bool:
@@ -206,7 +206,7 @@ class Simple(Objective):
 
 
 class Vlb(Objective):
-    """L_vlb: an unbiased estimate of the bound in nats, prior + K * diffusion_k + reconstruction with k drawn.
+    """L_vlb: an unbiased estimate of the negative ELBO in nats, prior + K * diffusion_k + reconstruction with k drawn.
 
     The network sees the noised batch at t_k and at t_0 in one doubled call. Source: Ho et al. 2020, equation 5.
 
@@ -270,9 +270,9 @@ def step_above(u: Tensor, num_steps: int) -> Tensor:
 class Hybrid(Simple):
     """L_hybrid = L_simple + share * L_vlb, with the mean detached in L_vlb, so that this trains the variances only.
 
-        L_vlb = (K + 1) L_k in bits/dim,   L_0 the reconstruction, L_1 .. L_K the terms of the bound, k drawn
+        L_vlb = (K + 1) L_k in bits/dim,   L_0 the reconstruction, L_1 .. L_K the terms of the ELBO, k drawn
 
-    Both parts are taken at the same t_k of the bound's grid.
+    Both parts are taken at the same t_k of the ELBO's grid.
 
     Arguments:
         share: weight of L_vlb.
@@ -331,7 +331,7 @@ class Hybrid(Simple):
 
 
 class Continuous(Objective):
-    """L_infinity: an unbiased estimate of the bound in continuous time, prior + diffusion at one t + reconstruction.
+    """L_infinity: an unbiased estimate of the negative ELBO in continuous time: prior, diffusion at one t, decoder.
 
     A learned schedule is trained with it, to lower the variance of the estimate: its parameters get the gradient of the
     mean of squared diffusion terms in bits/dim, everything else that of the mean (Kingma et al. 2021, appendix I.2).

@@ -77,7 +77,7 @@ class EDMWeighting:
     The paper draws log(sigma/alpha) = -lambda/2 from N(-1.2, 1.2^2), so lambda from N(2.4, 2.4^2); here t is drawn, and
     -lambda' N(lambda) is the ratio of the two densities. For `edm` prediction the other factor becomes 1.
 
-    Source: Karras et al. 2022, table 1; as a weight of the bound in Kingma and Gao, "Understanding diffusion
+    Source: Karras et al. 2022, table 1; as a weight of the ELBO in Kingma and Gao, "Understanding diffusion
     objectives as the ELBO with simple data augmentation", 2023, table 1.
 
     Example:

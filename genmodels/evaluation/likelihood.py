@@ -67,7 +67,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
             budget = _TEXT_BUDGET // model.spec.dims if texts else _AUTO_BUDGET
             draws = automatic_draws(opened.items, model.num_steps - 1, request.replicates, budget)
         if isinstance(draws, int) and draws >= model.num_steps:
-            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
+            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the ELBO, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
         if "alignment" in known:  # a bound along the best alignment would be ranked with bounds on the sum
             own["alignment"] = "marginal"

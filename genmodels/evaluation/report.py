@@ -444,5 +444,5 @@ def notes_on(line: LikelihoodLine) -> list[str]:
     """Notes on a line."""
     few, k = line.ess_median, line.made.get("importance_samples", 1)
     if few is not None and few < k / 4 and k >= 8:
-        return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
+        return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: a loose bound"]
     return []

@@ -319,11 +319,11 @@ def _notes(table: Table, rank: str) -> list[str]:
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
     notes |= dict.fromkeys(table.conclusions) | dict.fromkeys(f"note: {warning}" for warning in table.warnings)
     notes |= dict.fromkeys(f"failed: {failure.path}: {failure.message}" for failure in table.failures)
-    if "lower_bound" in kinds:
-        notes["<= means: the true value is at most this"] = None
-    if "upper_bound" in kinds:
-        notes[">= means: the true value is at least this"] = None
-    notes["in brackets: one standard error, in the last digits shown"] = None
+    bounds = {"lower_bound": "<= means: the true value is at most this",
+              "upper_bound": ">= means: the true value is at least this"}  # fmt: skip
+    notes |= {text: None for kind, text in bounds.items() if kind in kinds}
+    alone = {line.n for model in models for line in model.likelihood} == {1}
+    notes["of one item: no errors" if alone else "in brackets: one standard error, in the last digits shown"] = None
     return rankings + list(notes)
 
 

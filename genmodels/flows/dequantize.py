@@ -174,7 +174,7 @@ class GaussianNoise(Dequantize):
 
 
 class VariationalDequantize(Dequantize):
-    """Noise from a conditional flow that is trained to tighten the bound.
+    """Noise from a conditional flow that is trained to tighten the ELBO.
 
         u = sigmoid(a), a = g(eps; x), eps ~ N(0, I),    contribution = -D log L - log q(u | x)
         log q(u | x) = log N(eps) - log |det dg/deps| - sum [log sigmoid(a) + log sigmoid(-a)]

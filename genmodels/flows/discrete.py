@@ -41,7 +41,7 @@ class DiscreteFlow(nn.Module):
     Shapes: `x (B, *event)` integers, `cond` as the parts take it, `mask (B, 1, T)` bool; log-masses `(B,)` float64.
     Errors: ValueError for K < 1, integers or labels out of range, an unused condition, or a mask that `Flow` refuses;
     NotInitialized while a layer is not initialised.
-    Source: Burda, Grosse, Salakhutdinov 2016 for the K-sample bound; Ho et al. 2019 (Flow++) for the bound itself.
+    Source: Burda, Grosse, Salakhutdinov 2016 for the K-sample bound; Ho et al. 2019 (Flow++) for the ELBO itself.
 
     Example:
         >>> from genmodels.flows.bases import Uniform

@@ -52,8 +52,8 @@ class DDPM(DiffusionModel):
             by default.
         zero_terminal_snr: change the schedule so that no signal is left at t = 1.
         parameterisation: what the network predicts: `eps`, `x0`, `v` or `edm` (F of Karras et al. 2022).
-        objective: `simple` (mean squared error), `vlb` (the bound itself), `hybrid` (simple, and the bound for learned
-            variances) or `continuous` (the bound of infinitely many steps).
+        objective: `simple` (mean squared error), `vlb` (the ELBO itself), `hybrid` (simple, and the ELBO for learned
+            variances) or `continuous` (the ELBO of infinitely many steps).
         weighting: of the noise levels in `simple` and `hybrid`: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).
@@ -121,8 +121,8 @@ class EnergyDDPM(DiffusionModel):
         x_t = alpha_t x_0 + sigma_t eps,   E(x_t, t) = 1/2 |x_t|^2 + (alpha_t/sigma_t) sum x_t f(x_t, t),   f a U-Net
         loss = E |v - grad sum x_t f|^2 = E |eps - sigma_t grad E|^2 / alpha_t^2,   v = alpha_t eps - sigma_t x_0
 
-    A diffusion model whose scores are gradients: samplers, guidance, edits, the bound and the probability flow are
-    those of `DDPM`. The energies of different noise levels have unrelated constants, so that the bound uses scores
+    A diffusion model whose scores are gradients: samplers, guidance, edits, the ELBO and the probability flow are
+    those of `DDPM`. The energies of different noise levels have unrelated constants, so that the ELBO uses scores
     alone; `partition` estimates log Z of one level through the others.
 
     Arguments:

@@ -53,7 +53,7 @@ class DiffusionModel(GenerativeModel):
 
     Arguments:
         spec: the data set this model is built for.
-        num_steps: T, the number of steps of the bound, and the most that a sampler takes.
+        num_steps: T, the number of steps of the ELBO, and the most that a sampler takes.
         class_conditional: condition on the class where the data have classes.
         cond_drop: probability that training hides the class, so that the model also learns the data of all classes,
             which guidance needs; 0 for never.
@@ -75,7 +75,7 @@ class DiffusionModel(GenerativeModel):
 
     #: The default sampler.
     default_sampler = "dpmpp_2m"
-    #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
+    #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The ELBO is
     #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
     has_ode_likelihood = True
@@ -198,11 +198,11 @@ class DiffusionModel(GenerativeModel):
         self.objective.learn(self.all_gather)
 
     def validation_options(self) -> dict:
-        """An estimate of the bound: eight terms, twice."""
+        """An estimate of the ELBO: eight terms, twice."""
         return {"draws": min(8, self.num_steps - 1)}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The bound of every item; for flows of small continuous vectors the ODE likelihood of the first items."""
+        """The ELBO of every item; for flows of small continuous vectors the ODE likelihood of the first items."""
         spec = self.spec
         if not self.validates_by_ode or spec.levels is not None or spec.mel is not None or spec.dims > EXACT_UP_TO:
             super().validation_step(batch, batch_idx)
@@ -272,7 +272,7 @@ class DiffusionModel(GenerativeModel):
         )
 
     def ode_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options) -> Likelihood:
-        """The log-likelihood by the probability-flow ODE, from the noise level of the bound's reconstruction.
+        """The log-likelihood by the probability-flow ODE, from the noise level of the ELBO's reconstruction.
 
         Arguments:
             batch: items in the data's own units.

@@ -258,7 +258,7 @@ class EnergyModel(ScoreMatched):
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of all noise.
-            importance_samples: K dequantisations of each item; the bound rises with K.
+            importance_samples: K dequantisations of each item; the lower bound rises with K.
             normaliser: estimate of log Z; `auto` is quadrature in one and two dimensions, else annealed importance
                 sampling; `none` gives the energy alone, which cannot be compared.
             chains: number of chains of annealed importance sampling.

@@ -31,7 +31,7 @@ TimesName = Literal["uniform", "stratified", "antithetic", "logit_normal", "cosm
 class FlowMapModel(DiffusionModel):
     """A flow map along the straight path, x_s = x_t - (t - s) u(x_t, t, s); a family adds its objective.
 
-    For s = t it is a velocity, so that the bound and the likelihood by the ODE are those of flow matching. They belong
+    For s = t it is a velocity, so that the ELBO and the likelihood by the ODE are those of flow matching. They belong
     to the samples that many steps of this velocity make, not to those of a few long steps.
 
     Arguments:

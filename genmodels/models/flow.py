@@ -271,7 +271,7 @@ class FlowModel(GenerativeModel):
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the dequantisation noise, which is keyed by (seed, item, sample).
-            importance_samples: K dequantisations of each item; the bound rises with K to the exact value.
+            importance_samples: K dequantisations of each item; the lower bound rises with K to the exact value.
             rows: most rows in one pass through the flow; 128 on the CPU, 1024 elsewhere for None.
         """
         if rows is None:  # a CPU pays for the page faults of tensors above 32 MiB, which its allocator never keeps

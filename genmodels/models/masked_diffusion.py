@@ -38,14 +38,15 @@ class MaskedDiffusionModel(GenerativeModel):
         -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)],   t uniform on [0, 1]
 
     Every scalar of integer data is a token with `levels` values, masked with probability 1 - alpha(t). Training
-    minimises the bound, at times spread evenly over each batch. Any part of an event can be given and the rest drawn.
+    minimises the negative ELBO, at times spread evenly over each batch. Any part of an event can be given and the rest
+    drawn.
 
     Arguments:
         spec: the data set this model is built for, of integers.
-        masking: alpha(t): `linear`, 1 - t; `cosine`, 1 - sin(pi t/2); `quadratic`, 1 - t^2. The bound is the same for
+        masking: alpha(t): `linear`, 1 - t; `cosine`, 1 - sin(pi t/2); `quadratic`, 1 - t^2. The ELBO is the same for
             all, but training sees some shares of masked tokens more often.
         width: channels of the network's input and output for each token.
-        num_steps: most steps of a sampler, and strata of the bound where all are taken.
+        num_steps: most steps of a sampler, and strata of the ELBO where all are taken.
         class_conditional: condition on the class where the data have classes.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
         net: options of the network, by default a `DiT`, for vectors an MLP; or a module.
@@ -96,7 +97,7 @@ class MaskedDiffusionModel(GenerativeModel):
         self.finish_setup(optimizer, ema_decay)
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """The bound at one time per example, in bits/dim, some of the classes hidden."""
+        """The negative ELBO at one time per example, in bits/dim, some of the classes hidden."""
         cond = self._hidden(self._cond(batch), generator)
         t, _ = AntitheticTimes()(len(batch), generator.child("times"), *rank_world())
         nats = bound_terms(self.core, batch.x.long(), t, self.spec.levels, generator, cond=cond, masking=self.masking)
@@ -104,7 +105,7 @@ class MaskedDiffusionModel(GenerativeModel):
         return Loss(bits.mean(), bits, times=t)
 
     def validation_options(self) -> dict:
-        """An estimate of the bound: eight strata, twice."""
+        """An estimate of the ELBO: eight strata, twice."""
         return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(

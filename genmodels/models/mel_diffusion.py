@@ -138,7 +138,7 @@ class MelDiffusion(AlignedModel):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        num_steps: T, the number of steps of the bound, and the most that a sampler of diffusion takes.
+        num_steps: T, the number of steps of the ELBO, and the most that a sampler of diffusion takes.
         net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
         **shared: what all aligned models of texts take, see `AlignedModel`.
 
@@ -229,7 +229,7 @@ class MelDiffusion(AlignedModel):
         self.objective.learn(self.all_gather)
 
     def validation_options(self) -> dict:
-        """An estimate of the bound: eight terms, twice."""
+        """An estimate of the ELBO: eight terms, twice."""
         return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(
@@ -313,7 +313,7 @@ class MelDiffusion(AlignedModel):
         return result
 
     def _prior(self, alignment: str, batch: Batch) -> dict[str, Tensor]:
-        """-log of the prior of one alignment of each item, as a named part of the bound."""
+        """-log of the prior of one alignment of each item, as a named part of the ELBO."""
         if alignment == "best":
             return {}
         return {"alignment": log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()}

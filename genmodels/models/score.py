@@ -177,7 +177,7 @@ class ScoreModel(DiffusionModel):
 
     x_0 is the data in the network's units: integers in [-1, 1], continuous data standardised. The noise levels reach
     from `smallest` to the largest distance between two items. Divided by sqrt(1 + sigma^2), x_0 + sigma n is the x_t of
-    a diffusion and f predicts its noise: all samplers, guidance, edits, the bound and the probability flow are those of
+    a diffusion and f predicts its noise: all samplers, guidance, edits, the ELBO and the probability flow are those of
     `DDPM`. Those of score models, `predictor_corrector` and `annealed_langevin`, take the scores themselves.
 
     Arguments:

@@ -169,7 +169,7 @@ class MelEnergy(MelDiffusion):
 
     The first term is denoising score matching at the noise levels of the schedule, the error of v; the
     others are those of all aligned models of texts. The energies of different levels have unrelated constants, so that
-    E alone gives no likelihood. Reported is the bound of the reverse diffusion with these scores:
+    E alone gives no likelihood. Reported is the ELBO of the reverse diffusion with these scores:
 
         log p(x | text) >= bound(u | m) - log C(T-1, N-1) - D log s
 

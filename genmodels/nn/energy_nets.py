@@ -81,7 +81,7 @@ class EnergyMLP(nn.Module):
         event_shape: tuple[int, ...],
         *,
         hidden: tuple[int, ...] | list[int] = (300, 300),
-        activation: Literal["softplus", "silu", "tanh"] = "softplus",
+        activation: Literal["silu", "softplus", "tanh"] = "softplus",
         confinement: bool = True,
         spread: float = 1.0,
         input_gain: float = 1.0,

@@ -348,7 +348,7 @@ def integer_durations(widths: Tensor, total: Tensor | None = None, mask: Tensor 
     Rounding the ends instead of the durations keeps every end within half a frame of its position, unless clipped.
 
     Arguments:
-        widths: w, non-negative and not all zero.
+        widths: w, non-negative; where all are 0, frames are spread evenly.
         total: T of each item; `total_frames` when None.
         mask: which tokens are valid.
 
@@ -367,9 +367,10 @@ def integer_durations(widths: Tensor, total: Tensor | None = None, mask: Tensor 
         item = int((total < count).nonzero()[0])
         raise ValueError(f"item {item} has {int(count[item])} tokens, which do not fit in {int(total[item])} frames: "
                          f"it needs at least {int(count[item])} frames")
-    ends = widths.cumsum(1)
-    whole = ends[:, -1:].clamp(min=torch.finfo(ends.dtype).tiny)
-    ends = torch.floor(total[:, None] * ends / whole + 0.5).long()
+    nothing = widths.sum(1, keepdim=True) == 0
+    present = torch.arange(widths.shape[1], device=widths.device) < count[:, None]
+    ends = torch.where(nothing & present, 1.0, widths).cumsum(1)
+    ends = torch.floor(total[:, None] * ends / ends[:, -1:] + 0.5).long()
     last, found = torch.zeros_like(total), []
     for k in range(widths.shape[1]):
         # Padding has no frame of its own: beyond the last token both bounds are T.

@@ -1,4 +1,4 @@
-"""Callbacks of a validation: the bound by noise level, learned densities, the loss by log-SNR, the training speed.
+"""Callbacks of a validation: the ELBO by noise level, learned densities, the loss by log-SNR, the training speed.
 
 The names are the same for every family, see docs/dashboards.md.
 """
@@ -32,7 +32,7 @@ _POINTS = 2000  # validation items that determine its extent
 
 
 class NoiseLevels(Callback):
-    """A picture of a diffusion bound as a function of log-SNR; the area under the curve is the bound.
+    """A picture of a diffusion bound as a function of log-SNR; the area under the curve is the ELBO.
 
     Arguments:
         run_dir: the run folder; pictures go to its `noise_levels`.

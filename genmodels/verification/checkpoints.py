@@ -184,7 +184,7 @@ def integrates_to_one(s: ModelSubject) -> Measured:
 BOUND_CHECKS = CheckSet()
 
 
-@BOUND_CHECKS.add("prior + terms + reconstruction = bound", 1e-6, "the named parts add up to the bound")
+@BOUND_CHECKS.add("prior + terms + reconstruction = bound", 1e-6, "the named parts add up to the ELBO")
 def parts_add_up(s: ModelSubject) -> Measured:
     """Nats per dimension."""
     total = sum(part.double() for part in s.likelihood.parts.values())
@@ -346,7 +346,7 @@ def verify_samples(
 def verify_masked_diffusion(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of the bound and the samples of a masked diffusion."""
+    """The checks of the ELBO and the samples of a masked diffusion."""
     _begin(model, initial)
     drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
     return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, drawn))])

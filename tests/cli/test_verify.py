@@ -176,6 +176,7 @@ WRONG = [
     ([], "no model is given: give one of model=glow"),
     (["model=glow", "ckpt=a.ckpt"], "got model and ckpt"),
     (["model=glow", "shape=[3]"], "shape needs what="),
+    (["what=schedule"], "what=schedule names no class: what=package.module:Class"),
     (["what=os:system", "shape=[3]"], "to allow it add its package: trust=[os]"),
     (["what=genmodels.flows.linear:Flip"], "shape is missing"),
     (["what=genmodels.flows.linear:Flip", "shape=[0]", "options.channels=3"], "positive sizes"),

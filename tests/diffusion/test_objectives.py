@@ -291,7 +291,7 @@ def test_training_does_not_move_the_cleanest_level_of_a_learned_schedule(monkeyp
 def test_a_learned_schedule_needs_a_bound():
     for name in ("simple", "hybrid"):
         denoiser = built(name, LearnedSchedule())
-        with pytest.raises(ValueError, match="a learned schedule needs the bound"):
+        with pytest.raises(ValueError, match="a learned schedule needs the ELBO"):
             every(name)(denoiser, torch.zeros(2, 3), None, KeyedGenerator(0, torch.arange(2)))
     every("vlb").check(built("vlb", LearnedSchedule()))
     every("continuous").check(built("continuous", LearnedSchedule()))
