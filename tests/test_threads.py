@@ -37,16 +37,23 @@ def test_this_run_has_its_threads():
     assert torch.get_num_threads() == int(os.environ.get("GENMODELS_TEST_THREADS", "1"))
 
 
-@pytest.mark.parametrize("words, environment, threads, processes", [
-    (["-n", "1"], {}, "1", 2),
-    ([], {"GENMODELS_TEST_THREADS": "2"}, "2", 1),
-])  # fmt: skip
-def test_one_thread_in_every_process_unless_set(words, environment, threads, processes, tmp_path):
+def test_every_process_has_the_threads_that_are_set(tmp_path):
     """Though the environment says three, a plugin imports torch early, and no file of tests/ is among the arguments."""
     (tmp_path / "probe.py").write_text(PROBE)
-    done = run_doctest(tmp_path, "-p", "probe", *words, **environment)
+    done = run_doctest(tmp_path, "-p", "probe", "-n", "1", GENMODELS_TEST_THREADS="2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "threads").read_text().splitlines() == [f"{threads} {threads}"] * processes
+    assert (tmp_path / "threads").read_text().splitlines() == ["2 2"] * 2
+
+
+def test_one_thread_unless_set(monkeypatch):
+    """Though the environment says three, and torch is imported already, with as many."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    for name in names:
+        monkeypatch.setenv(name, "3")
+    monkeypatch.delenv("GENMODELS_TEST_THREADS", raising=False)
+    torch.set_num_threads(3)
+    runpy.run_path(str(ROOT / "conftest.py"))["gc"].enable()  # which it stops until tests are collected
+    assert torch.get_num_threads() == 1 and [os.environ[name] for name in names] == ["1"] * 3
 
 
 def test_a_number_of_threads_is_a_number(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,19 @@ _FORKS = "fork" in torch.multiprocessing.get_all_start_methods()
 def fork(test):
     """Mark a test that forks: it runs before all others, and is skipped where there is no fork."""
     return pytest.mark.forks(pytest.mark.skipif(not _FORKS, reason="no fork on this system")(test))
+
+
+def by_forks(patch: pytest.MonkeyPatch) -> None:
+    """Let `launch` fork this process, which has everything imported, and still hand on only what can be pickled."""
+    from torch.distributed.launcher import api
+
+    start, config = api.elastic_launch, api.LaunchConfig
+
+    def starting(how, function):
+        return lambda *given: start(how, function)(*pickle.loads(pickle.dumps((function, given)))[1])
+
+    patch.setattr(api, "elastic_launch", starting)
+    patch.setattr(api, "LaunchConfig", lambda **options: config(**options | {"start_method": "fork"}))
 
 
 def forked(work, *calls: tuple, codes: tuple = (0, 0)) -> None:

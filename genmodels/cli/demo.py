@@ -12,7 +12,9 @@ import io
 import math
 import os
 import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from torch import Tensor
 import genmodels as gm
 from genmodels.cli.sample import between
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, explain
+from genmodels.core.errors import InputError, Interrupted, explain
 from genmodels.core.likelihood import Likelihood, with_error
 from genmodels.data.text import to_text
 from genmodels.evaluation.materials import data_of, read_items
@@ -39,6 +41,7 @@ _MOMENTS = 20  # on the slider of a trajectory
 _RECORDED = 4 * _MOMENTS  # from which they are chosen
 _LARGE = 256  # height in pixels of a picture to paint on
 _USUAL = ("cond", "steps", "sampler", "guidance", "temperature", "seed")  # options on most tabs
+_OPEN = (("steps", 0), ("cond", ""), ("sampler", ""))  # what leaves an option to the model
 _SHUTDOWN = 2  # seconds that open connections have when the server ends
 #: A content security policy: the browser connects to no other machine.
 _POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"
@@ -67,6 +70,17 @@ def run(
     if not names:
         raise InputError("ckpt=[] names no checkpoint")
     models = [gm.load(name, device=device, trust=trust or []) for name in names]
+    try:
+        _open(models, host, port)
+    except Interrupted as stopped:
+        if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+            message, code = explain("demo", stopped)
+            print(f"genmodels demo: {message}", file=sys.stderr, flush=True)
+            os._exit(code)  # Python would wait for a click that is still being computed
+        raise
+
+
+def _open(models: list[gm.Model], host: str, port: int) -> None:
     with listening(host, port) as opened, tempfile.TemporaryDirectory(prefix="genmodels-demo-") as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder  # what was dropped on the page is gone with it
         blocks = page(models)
@@ -130,7 +144,7 @@ def painted(layers: dict[str, Any]) -> tuple[Image.Image, Image.Image]:
     """The picture under a brush, and the mask of `genmodels sample`: black where something was painted, else white.
 
     Raises:
-        InputError: without a picture, or where nothing was painted.
+        InputError: without a picture, or where nothing or everything was painted.
 
     Example:
         >>> stroke = Image.new("RGBA", (2, 1))
@@ -147,6 +161,8 @@ def painted(layers: dict[str, Any]) -> tuple[Image.Image, Image.Image]:
         mask.paste(0, mask=layer.convert("RGBA").getchannel("A").resize(picture.size).point(lambda a: 255 * (a > 0)))
     if mask.getextrema()[0] == 255:
         raise InputError("nothing is painted: paint over what is to be drawn anew")
+    if mask.getextrema()[1] == 0:
+        raise InputError("everything is painted: leave a part that is kept")
     return picture, mask
 
 
@@ -169,18 +185,26 @@ def data(model: gm.Model):
     return data_of(model.header, model.ckpt, model.trust)()
 
 
-def item(model: gm.Model, number: int, height: int = _LARGE) -> Image.Image:
+def item(model: gm.Model, number: int | None, height: int = _LARGE) -> Image.Image:
     """The picture of an item of the test split, enlarged by a whole factor.
 
     Raises:
-        InputError: for an item that does not exist.
+        InputError: for no number, or an item that does not exist.
     """
+    if number is None:
+        raise InputError("give the number of an item")
     batch = read_items([number], lambda: data(model), model.spec, "item")
     return images_of(batch.x, model.spec, smallest=height)[0]
 
 
-def interpolation(model: gm.Model, ends: list[int | str], frames: int) -> Image.Image:
-    """The strip of `genmodels sample interpolate=`."""
+def interpolation(model: gm.Model, ends: list[int | str | None], frames: int) -> Image.Image:
+    """The strip of `genmodels sample interpolate=`.
+
+    Raises:
+        InputError: without one of the ends, or for an item that does not exist.
+    """
+    if None in ends:
+        raise InputError("give two items by their numbers, or as pictures")
     return between(model.network, ends, frames, True, lambda: data(model))
 
 
@@ -209,9 +233,15 @@ def report(found: Likelihood) -> str:
             f"log p = {found.mean_nats():.4f}{noise} nats, {kind}")
 
 
-def speech(model: gm.Model, **options: Any) -> tuple[bytes, Image.Image]:
-    """A text as the content of a .wav file, and the picture of its mel."""
-    found = model.sample(progress=False, **options)
+def speech(model: gm.Model, *, text: str, **options: Any) -> tuple[bytes, Image.Image]:
+    """A text as the content of a .wav file, and the picture of its mel.
+
+    Raises:
+        InputError: without a text.
+    """
+    if not text.strip():
+        raise InputError("there is no text: write one")
+    found = model.sample(text=text, progress=False, **options)
     write_wav(file := io.BytesIO(), found.waves[0], model.spec.mel["sample_rate"])
     return file.getvalue(), mel_image(found.texts[0].mel, 3, 3)
 
@@ -227,7 +257,7 @@ def abilities(model: gm.Model) -> list[str]:
 
 
 def answer(function: Callable, names: list[str], *given: Any) -> Any:
-    """The result of a click; the last values are those of the named options, without empty ones and 0 steps.
+    """The result of a click; the last values are those of the named options, without those that leave the choice open.
 
     Raises:
         gradio.Error: with the line that the command would have printed.
@@ -236,7 +266,7 @@ def answer(function: Callable, names: list[str], *given: Any) -> Any:
 
     first = len(given) - len(names)
     options = {name: value for name, value in zip(names, given[first:], strict=True)
-               if value not in (None, "") and (name, value) != ("steps", 0)}
+               if value is not None and (name, value) not in _OPEN}
     try:
         return function(*given[:first], **options)
     except Exception as error:
@@ -290,6 +320,11 @@ def _picture(gr, **options: Any):
     return gr.Image(**{"format": "png", "show_label": False, "buttons": [], "interactive": False} | options)
 
 
+def _given(gr, label: str):
+    """A place for a picture, of which no pixel changes: the format by default is lossy."""
+    return gr.Image(type="filepath", format="png", height=_LARGE, label=label)
+
+
 def _samples(gr, model: gm.Model) -> None:
     kept = gr.State()
 
@@ -341,7 +376,7 @@ def _inpainting(gr, model: gm.Model) -> None:
 def _interpolation(gr, model: gm.Model) -> None:
     with gr.Row():
         sides = [(gr.Number(k, precision=0, label=f"{side}: item of the test split"),
-                  gr.Image(type="filepath", height=_LARGE, label="or a picture in its place"))
+                  _given(gr, "or a picture in its place"))
                  for k, side in enumerate(("From", "To"))]
         frames = gr.Slider(3, 20, 10, step=1, label="Pictures")
     button = gr.Button("Interpolate", variant="primary")
@@ -356,7 +391,7 @@ def _interpolation(gr, model: gm.Model) -> None:
 def _likelihood(gr, model: gm.Model) -> None:
     with gr.Row():
         with gr.Column():
-            given = gr.Image(type="filepath", height=_LARGE, label="A picture")
+            given = _given(gr, "A picture")
             _choice(gr, model, given)
             options = _controls(gr, model, "cond", "seed")
             button = gr.Button("Log-likelihood", variant="primary")
@@ -406,5 +441,5 @@ def serve(blocks: gradio.Blocks, opened: socket.socket) -> None:
 
         await app(scope, receive, sent)
 
-    config = uvicorn.Config(alone, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN)
+    config = uvicorn.Config(alone, log_level="critical", timeout_graceful_shutdown=_SHUTDOWN)
     uvicorn.Server(config).run(sockets=[opened])

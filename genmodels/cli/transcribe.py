@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, an, check_number
+from genmodels.core.errors import InputError, an, check_number, printable
 from genmodels.core.files import located
 from genmodels.data.utterances import padded_mels
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.models.transcription import SEARCH, check_search, search_of
+from genmodels.models.transcription import SEARCH, check_search, length_multiple, search_of, with_silence
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
 
 
@@ -94,22 +94,24 @@ def run(
     """
     if not files or "" in files:
         raise InputError("name the recordings: genmodels transcribe ckpt=... a.wav b.wav")
+    usual = {field.name: field.default for field in fields(TranscriptionOptions)}
+    others = [key for key, value in options.items() if key != "batch_size" and value != usual[key]]
+    if stream and others:
+        raise InputError(f"stream takes the best path as it comes: leave {', '.join(others)} out")
     how = TranscriptionOptions(**options)
-    if stream and (how.beam > 1 or how.times):
-        raise InputError("stream takes the best path as it comes: leave beam and times out")
     path = located(ckpt)
     verify(path)
-    model, _ = load_model(path, device=device, trust=trust or [])
+    model, header = load_model(path, device=device, trust=trust or [])
     unreadable: list[str] = []
-    mels = recordings(model, files, unreadable)
+    mels = recordings(model, header, files, trust or [], unreadable)
     if stream:
         for name, mel in mels:
             for text in model.stream(mel, weights=weights_of(ema)):
-                print(f"{name}: {text}", flush=True)
+                print(f"{printable(name)}: {text}", flush=True)
     else:
         for found in heard(model, mels, how, weights_of(ema), trust or []):
             score = "" if how.nbest == 1 else f" {found.score:.2f}"
-            print(f"{found.file}:{score} {found.text}")
+            print(f"{printable(found.file)}:{score} {found.text}")
             for word, begin, end in found.words:
                 print(f"  {begin:7.2f} {end:7.2f} {word}")
     if unreadable:
@@ -137,19 +139,21 @@ def heard(
                 except InputError:
                     raise
                 except ValueError as error:  # a text that the alignment has no path for
-                    print(f"{name}: no times: {error}", file=sys.stderr)
+                    print(f"{printable(name)}: no times: {error}", file=sys.stderr)
                     spoken = []
                 yield Transcript(name, model.written(one), one.score, spoken)
 
 
 def recordings(
-    model: GenerativeModel, files: list[str], unreadable: list[str] | None = None
+    model: GenerativeModel, header: dict, files: list[str], trust: list[str], unreadable: list[str] | None = None
 ) -> list[tuple[str, Batch]]:
     """Recordings as mels, with their names.
 
     Arguments:
         model: the recogniser.
+        header: of its checkpoint.
         files: wav files.
+        trust: further packages whose classes the checkpoint may name.
         unreadable: receives the errors of files that cannot be read; None to raise the first.
 
     Raises:
@@ -157,10 +161,10 @@ def recordings(
     """
     if not hasattr(model, "transcribe"):
         raise InputError(f"the checkpoint holds {an(model.family)}: transcribe is for model=recognizer")
-    found = []
+    multiple, found = length_multiple(header, trust), []
     for name in files:
         try:
-            found.append((name, recorded(name, model.spec.mel).to(model.device)))
+            found.append((name, recorded(name, model.spec.mel, multiple).to(model.device)))
         except InputError as error:
             if unreadable is None:
                 raise
@@ -168,8 +172,10 @@ def recordings(
     return found
 
 
-def recorded(name: str, mel: dict) -> Batch:
-    """The mel of a sound file as a batch of one; a warning for a rate that leaves its upper bands empty.
+def recorded(name: str, mel: dict, multiple: int = 1) -> Batch:
+    """The mel of a sound file as a batch of one, with silence up to a multiple of some frames.
+
+    A rate that leaves the upper bands of the mel empty is warned of.
 
     Raises:
         InputError: for a file that cannot be read, or is shorter than a frame.
@@ -184,6 +190,6 @@ def recorded(name: str, mel: dict) -> Batch:
         if len(heard) < config.shortest:
             raise InputError(f"{name}: {len(wave) / rate:.3f} s of sound are too short, a mel takes "
                              f"{config.shortest / config.sample_rate:.3f} s")
-        return Batch(log_mel(heard, config)[None].float())
+        return Batch(with_silence(log_mel(heard, config), multiple)[None].float())
     except (AudioError, ValueError) as error:
         raise InputError(f"{error}" if name in str(error) else f"{name}: {error}") from error

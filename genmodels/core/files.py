@@ -226,13 +226,13 @@ _PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
 
 def quoted(text: str) -> str:
-    """A text in quotation marks of Hydra's syntax.
+    """A text in quotation marks of Hydra's syntax, nothing of which is interpolated.
 
     Example:
-        >>> print(quoted("it's"))
-        'it\\'s'
+        >>> print(quoted("it's ${x}"))
+        'it\\'s \\${x}'
     """
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
     return f"'{escaped}'"
 
 

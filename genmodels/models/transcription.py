@@ -13,7 +13,8 @@ from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError, an, as_input_errors, check_number
 from genmodels.core.files import located, read_text
-from genmodels.data.utterances import padded_tokens
+from genmodels.data.utterances import FLOOR, padded_tokens
+from genmodels.models.build import build
 from genmodels.models.checkpoint import load_model
 from genmodels.models.recognizer import Recognizer
 from genmodels.speech.audio import MelConfig, log_mel, resample
@@ -123,7 +124,7 @@ class TrainedRecogniser:
         if not self.model.writes_words:
             raise InputError(f"recognizer={ckpt} writes phonemes, which cannot be compared with words: train one with "
                              "data.symbols=characters")
-        self.config = MelConfig(**self.model.spec.mel)
+        self.config, self.multiple = MelConfig(**self.model.spec.mel), length_multiple(header, trust)
         self.how = Search(beam=beam)
         self.name = f"recognizer {checkpoint_hash(path)[:8]}" + f", beam {beam}" * (beam > 1)
 
@@ -149,4 +150,20 @@ class TrainedRecogniser:
     def _mel(self, wave: Tensor, sample_rate: int) -> Tensor:
         heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
         heard = pad(heard, (0, max(0, self.config.shortest - len(heard))))
-        return log_mel(heard, self.config)[None].to(self.model.device)
+        return with_silence(log_mel(heard, self.config), self.multiple)[None].to(self.model.device)
+
+
+def length_multiple(header: dict, trust: Iterable[str] = ()) -> int:
+    """The number of which the data of a checkpoint make all lengths multiples, in frames; 1 where they do not."""
+    data = header["config"].get("data")
+    return getattr(build(data, trust=trust), "multiple", 1) if data else 1
+
+
+def with_silence(mel: Tensor, multiple: int) -> Tensor:
+    """A mel (n_mels, T) with frames of silence up to a multiple of some length, as a recogniser has them in training.
+
+    Example:
+        >>> with_silence(torch.zeros(80, 5), 4).shape
+        torch.Size([80, 8])
+    """
+    return pad(mel, (0, -mel.shape[-1] % multiple), value=FLOOR)

@@ -11,10 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import urllib.request
 import wave
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ import genmodels as gm
 from genmodels.cli import demo
 from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, Interrupted
 from genmodels.evaluation.materials import read_mask
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.text import CHARACTERS
@@ -74,7 +76,9 @@ def test_inpainting_keeps_what_was_not_painted(model):
     drawn = demo.inpaint(model, layers, n=4, steps=3, rounds=1)
     known = model.items(3).x[2]
     assert bool((drawn.x[:, :, 4:] == known[:, 4:]).all()) and bool((drawn.x[:, :, :4] != known[:, :4]).any())
-    for wrong, part in (({}, "no picture"), (layers | {"layers": []}, "nothing is painted")):
+    everything = Image.new("RGBA", (256, 256), (255, 0, 0, 255))
+    for wrong, part in (({}, "no picture"), (layers | {"layers": []}, "nothing is painted"),
+                        (layers | {"layers": [everything]}, "everything is painted")):
         with pytest.raises(InputError, match=part):
             demo.inpaint(model, wrong)
 
@@ -93,6 +97,20 @@ def test_an_interpolation_is_that_of_the_command(model, digits, tmp_path, monkey
     assert main(["sample", f"ckpt={digits}", "interpolate=[1,2]", "frames=3", f"out={tmp_path / 'a.png'}"]) == 0
     with Image.open(tmp_path / "a.png") as image:
         assert demo.interpolation(model, [1, 2], 3).tobytes() == image.tobytes()
+    for ask, part in ((lambda: demo.interpolation(model, [None, 2], 3), "give two items"),
+                      (lambda: demo.item(model, None), "give the number of an item"),
+                      (lambda: demo.item(model, 10**30), "indices must lie in 0..358")):
+        with pytest.raises(InputError, match=part):
+            ask()
+
+
+def test_no_picture_is_compressed_with_losses(model):
+    """Each place for a picture is asked for PNG: the default of gradio changes levels, and with them likelihoods."""
+    made, gr = [], MagicMock()
+    gr.Image.side_effect = gr.ImageEditor.side_effect = lambda **options: made.append(options) or MagicMock()
+    for name in demo.abilities(model):
+        demo._TABS[name](gr, model)
+    assert len(made) >= 6 and {options.get("format") for options in made} == {"png"}
 
 
 def test_a_text_is_the_sound_of_the_model(tmp_path):
@@ -106,6 +124,8 @@ def test_a_text_is_the_sound_of_the_model(tmp_path):
     with wave.open(io.BytesIO(content)) as sound:
         assert sound.getframerate() == 8000 and sound.getnframes() == len(expected.waves[0])
     assert picture.width == 3 * expected.texts[0].mel.shape[1] and demo.abilities(speaking) == ["Speech"]
+    with pytest.raises(InputError, match="there is no text"):
+        demo.speech(speaking, text=" ")
 
 
 def test_texts_and_tables_are_html():
@@ -118,8 +138,9 @@ def test_texts_and_tables_are_html():
 
 def test_a_click_leaves_out_what_is_empty_and_shows_refusals_as_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", types.SimpleNamespace(Error=_Refused))
-    assert demo.answer(lambda *given, **own: (given, own), ["steps", "cond", "seed", "text"], "a", 0, 0, 0, "") == (
-        ("a",), {"cond": 0, "seed": 0})
+    names, values = ("steps", "cond", "seed", "sampler", "rounds", "text"), (0, 0, 0, "", None, "")
+    assert demo.answer(lambda *given, **own: (given, own), names, "a", *values) == (
+        ("a",), {"cond": 0, "seed": 0, "text": ""})  # an empty text is no text of the model's choice
 
     def refuse(**options):
         raise InputError("no\nsteps")
@@ -150,6 +171,26 @@ def test_refusals_come_before_the_page(digits, tmp_path, capsys, monkeypatch):
             assert main(["demo", *words]) == code
             printed = capsys.readouterr().err
             assert part in printed and printed.count("\n") == 1
+
+
+def test_the_page_ends_although_a_click_is_being_computed(digits, capsys, monkeypatch):
+    def stop(*given):
+        raise Interrupted("interrupted")
+
+    monkeypatch.setitem(sys.modules, "gradio", types.SimpleNamespace())
+    monkeypatch.setattr(demo, "_open", stop)
+    monkeypatch.setattr(os, "_exit", ended := MagicMock())
+    assert main(["demo", f"ckpt={digits}"]) == 130 and not ended.called
+    over = threading.Event()
+    click = threading.Thread(target=over.wait)
+    click.start()
+    try:
+        main(["demo", f"ckpt={digits}"])
+    finally:
+        over.set()
+        click.join()
+    assert ended.call_args.args == (130,)
+    assert capsys.readouterr().err.startswith("genmodels demo: interrupted\ngenmodels demo: interrupted\n")
 
 
 def _missing() -> str | None:

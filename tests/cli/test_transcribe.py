@@ -15,18 +15,19 @@ import torch
 import genmodels as gm
 from genmodels.cli import transcribe
 from genmodels.cli.main import main
+from genmodels.cli.transcribe import recorded
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.files import located
 from genmodels.data.speech import Speech
-from genmodels.data.utterances import characters
+from genmodels.data.utterances import FLOOR, characters
 from genmodels.evaluation.checkpoint import Request
 from genmodels.evaluation.speech import _recognised, _recogniser
 from genmodels.models.checkpoint import load_model
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.models.recognizer import Recognizer
-from genmodels.models.transcription import language_of
+from genmodels.models.transcription import TrainedRecogniser, language_of, length_multiple
 from genmodels.speech.audio import log_mel, read_wav, resample, write_wav
 from genmodels.speech.decoding import Search
 from genmodels.speech.recognition import pooled, word_edits
@@ -159,9 +160,25 @@ def test_the_other_recordings_are_transcribed_where_one_cannot_be_read(ckpt, tmp
     assert "has 8,000 samples a second and no sound above 4,000 Hz" in capsys.readouterr().err
 
 
+def test_recordings_have_the_silence_at_their_end_that_the_data_give_them(ckpt, tmp_path):
+    """Of data with multiple=2 a mel of 157 frames has 158 in training, evaluation and here."""
+    model, header = load_model(located(ckpt))
+    path = f"{tmp_path}/odd.wav"
+    write_wav(path, speechlike(157 * 256, 3), 22050)
+    bare = recorded(path, model.spec.mel)
+    assert bare.x.shape[2] == 157 and length_multiple(header) == 2
+    ((_, batch),) = transcribe.recordings(model, header, [path], [])
+    assert batch.x.shape[2] == 158 and torch.equal(batch.x[..., :157], bare.x)
+    assert torch.equal(batch.x[..., 157], torch.full_like(batch.x[..., 157], FLOOR))
+    wave, rate = read_wav(path)
+    assert TrainedRecogniser(str(ckpt), "cpu")._mel(wave, rate).shape[2] == 158
+
+
 @pytest.mark.parametrize("words, said", [
     ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
     ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
+    ([FILES[0], "stream=true", "lm=book.txt"], "stream takes the best path as it comes: leave lm out"),
+    (["${x}.wav"], "${x}.wav: there is no such file"),
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
     ([FILES[0], "files=[a.wav]"], "is named beside files="),
     ([FILES[0], "rescore=true"], "give lm= too"), ([FILES[0], "lm_order=3", "beam=2"], "lm_order=3 is for a language"),

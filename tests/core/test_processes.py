@@ -13,6 +13,7 @@ import torch
 from genmodels.cli.main import guarded
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.processes import Ranks, launch
+from tests.two_processes import by_forks, fork
 
 
 def _fail(how: str) -> None:
@@ -37,12 +38,23 @@ def _second_fails(how: str) -> None:
         raise InputError("the second does not like it")
 
 
-def test_a_process_that_is_lost_or_fails_ends_the_others(capfd):
+@pytest.fixture
+def patient():
+    """Processes that wait for each other forever are stopped."""
     faulthandler.dump_traceback_later(200, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_process_that_is_lost_ends_the_others(capfd, patient):
     with pytest.raises(RunError, match="process 1 was killed by SIGKILL; what was finished is kept"):
         launch(_fail, 2, "killed")
     assert capfd.readouterr().err == ""  # the command says the line of the error, and nobody else
+
+
+@fork
+def test_a_process_that_fails_ends_the_others(capfd, patient, monkeypatch):
+    by_forks(monkeypatch)
     with pytest.raises(SystemExit, match="2"):
         launch(_fail, 2, "refused")
     assert capfd.readouterr().err.splitlines() == ["genmodels evaluate: the second does not like it"]
-    faulthandler.cancel_dump_traceback_later()

@@ -148,7 +148,7 @@ def test_an_edit_changes_the_more_the_stronger_it_is():
 
 
 def test_latents_lead_back_and_depend_on_the_class():
-    model = small(num_steps=25)
+    model = small()
     items = Batch(torch.stack([ITEM, ITEM.flip(1)]), torch.tensor([3, 3]))
     z = model.latents(items)
     assert (model.from_latents(z, items.cond).int() - items.x.int()).abs().max() <= 1
@@ -309,11 +309,12 @@ def settles(kind=Inpainting):
     """The error of the mean falls with the rounds, and with many of them mean and covariance are near the truth."""
     n = 1000
     mean, covariance = exact()
-    few, some, many = (draw(rounds, n, kind)[:, ~MASK] for rounds in (1, 10, 30))
+    few, some = (draw(rounds, n, kind)[:, ~MASK] for rounds in (1, 10))
     slack = 3 * math.sqrt(float(covariance.diag().max()) / n)
-    errors = [float((x.mean(0) - mean).norm()) for x in (few, some, many)]
+    errors = [float((x.mean(0) - mean).norm()) for x in (few, some)]
     assert errors[1] + slack < errors[0] and errors[1] < 0.25 * errors[0] + slack
-    assert errors[2] < 0.06 + 3 * math.sqrt(float(covariance.trace()) / n)
+    many = draw(20, n, kind)[:, ~MASK]
+    assert float((many.mean(0) - mean).norm()) < 0.06 + 3 * math.sqrt(float(covariance.trace()) / n)
     assert (torch.cov(many.T) - covariance).abs().max() < 0.04
 
 

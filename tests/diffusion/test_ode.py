@@ -188,7 +188,9 @@ def test_the_error_falls_with_the_tolerance_to_the_known_value(tolerance, most):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "mixture"])
-@pytest.mark.parametrize("options", [{}, {"solver": "scipy"}, {"solver": "rk4", "steps": 120}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"solver": "scipy", "tolerance": 1e-7}, {"solver": "rk4", "steps": 120},
+], ids=str)
 def test_the_density_is_the_analytic_one(kind, options):
     truth = exact_denoiser(kind)
     assert error(truth, truth, **options) < 1e-5

@@ -40,7 +40,7 @@ MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
 SPREAD = torch.tensor([[0.3, 0.1, 0.0], [0.1, 0.5, -0.2], [0.0, -0.2, 0.4]], dtype=torch.float64)
 
 
-def distribution(sampler, denoiser, times, covariance, n=3000):
+def distribution(sampler, denoiser, times, covariance, n=1000):
     x = sample(denoiser, (n, len(denoiser.mean)), times, sampler, keyed(n, 5), dtype=torch.float64).x
     dims = x.shape[1]
     lower = torch.linalg.cholesky(covariance)
@@ -52,7 +52,7 @@ def distribution(sampler, denoiser, times, covariance, n=3000):
 
 
 # The kernels with variance beta_tilde are too narrow between few steps: they need more of them.
-CASES = [("ddpm, beta", 200), ("ddpm, beta_tilde", 1500), ("ddim, eta .5", 200), ("heun", 40), ("edm", 60),
+CASES = [("ddpm, beta", 200), ("ddpm, beta_tilde", 600), ("ddim, eta .5", 200), ("heun", 40), ("edm", 60),
          ("dpmpp_2m", 200), ("unipc 2", 60)]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -166,13 +167,20 @@ KNOWN = {
 }
 
 
-def statements(name, *, reverse=None):
-    """[(chains, log Z, what was found)]: 4,096 chains of both directions, cut into estimates of few chains each."""
-    model, base, truth, exact, steps = KNOWN[name]
+@functools.cache
+def log_weights(name):
+    """Of 4,096 chains of both directions."""
+    model, base, _, exact, steps = KNOWN[name]
     ais = AnnealedImportanceSampling(steps=steps, tune=0, kernel=HMC(step_size=0.3, leapfrog_steps=2))
     sizes = ais.step_sizes(model, base, seeded())
-    forward = ais.forward(model, base, seeded(5), 4096, sizes, dtype=torch.float64).log_w
-    back = ais.reverse(model, base, seeded(6), (reverse or exact)(4096).double(), sizes).log_w
+    return (ais.forward(model, base, seeded(5), 4096, sizes, dtype=torch.float64).log_w,
+            ais.reverse(model, base, seeded(6), exact(4096).double(), sizes).log_w)
+
+
+def statements(name):
+    """[(chains, log Z, what was found)]: the chains cut into estimates of few chains each."""
+    _, base, truth, _, steps = KNOWN[name]
+    forward, back = log_weights(name)
     return [(chains, truth, LogPartition.of_weights(w, v, base.log_normaliser, dims=2, steps=steps))
             for chains in COUNTS for w, v in zip(forward.split(chains), back.split(chains), strict=True)]
 
@@ -186,9 +194,10 @@ def is_one_statement(found):
         for bound, sign in (("lower", 1), ("upper", -1)):
             above = sign * (torch.tensor([getattr(one, bound) for one in some]) - truth)
             assert float(above.mean()) < 3 * float(above.std()) / math.sqrt(len(some)), bound
-        assert all(one.least <= one.log_z <= one.most for one in some)
-        assert all(one.least <= one.lower and one.upper <= one.most for one in some)
-        held = [one.least <= truth <= one.most for one in some]
+        limits = [(one.least, one.most) for one in some]  # slow
+        for one, (least, most) in zip(some, limits, strict=True):
+            assert least <= one.log_z <= most and least <= one.lower and one.upper <= most
+        held = [least <= truth <= most for least, most in limits]
         relied = [abs(one.log_z - truth) < 2 * one.stderr for one in some if one.reliable]
         for share in (held, relied):
             spread = math.sqrt(0.95 * 0.05 * len(share))
@@ -248,7 +257,7 @@ def addressable(ais):
         return torch.stack([forward.log_w, ais.reverse(MIXTURE, BASE, keyed(rows), forward.x, sizes).log_w])
 
     whole = weights(range(12))
-    for rows in ([7], [2, 3, 4, 5], [11, 0]):
+    for rows in ([7], [11, 0, 4]):
         assert (weights(rows) - whole[:, rows]).abs().max() < 1e-10
 
 
@@ -275,7 +284,7 @@ def test_tuning_finds_steps_for_every_density():
 
 
 def test_without_samples_the_upper_side_is_approximate():
-    ais = AnnealedImportanceSampling(steps=64, reverse_steps=60, kernel=MALA())
+    ais = AnnealedImportanceSampling(steps=32, reverse_steps=60, kernel=MALA())
     found = ais(MIXTURE, BASE, keyed(range(300)), chains=300, dtype=torch.float64)
     assert found.reverse == "approximate" and found.note == "reverse, approximate" and found.reliable
     assert abs(found.log_z - 2) < 4 * found.stderr
@@ -295,7 +304,7 @@ def test_what_is_unreliable_says_so():
 
 def test_float32():
     single = GaussianMixture(torch.tensor([0.3, 0.7]), MIXTURE.means.float(), 0.6, log_z=2.0)
-    found = AnnealedImportanceSampling(steps=32)(single, BASE, seeded(), chains=400)
+    found = AnnealedImportanceSampling(steps=32, reverse_steps=10)(single, BASE, seeded(), chains=400)
     assert abs(found.log_z - 2) < 4 * found.stderr
 
 

@@ -560,7 +560,7 @@ def keyed(step, n=64):
     return KeyedGenerator(0, torch.arange(n), "train", step)
 
 
-def fitted(loss, steps=150, start=0.4):
+def fitted(loss, steps=60, start=0.4):
     """k of E = k |x|^2/2 after descent on data N(0, I)."""
     k = torch.nn.Parameter(torch.tensor(start))
 
@@ -568,7 +568,7 @@ def fitted(loss, steps=150, start=0.4):
         def energy(self, x, cond=None):
             return 0.5 * k * x.square().sum(1)
 
-    model, optimizer = Bowl(torch.eye(2)), torch.optim.SGD([k], lr=0.05)
+    model, optimizer = Bowl(torch.eye(2)), torch.optim.SGD([k], lr=0.12)
     for step in range(steps):
         x = torch.randn(256, 2, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -605,15 +605,15 @@ def run(model, loss, optimizer, steps):
 
 
 def resumed(restored):
-    whole = run(*parts(), range(40))
+    whole = run(*parts(), range(8))
     first = parts()
-    run(*first, range(20))
+    run(*first, range(4))
     states = [copy.deepcopy(part.state_dict()) for part in first]
     second = parts()
     for name, part, state in zip(("model", "loss", "optimizer"), second, states, strict=True):
         if name in restored:
             part.load_state_dict(state)
-    assert torch.equal(run(*second, range(20, 40)), whole)
+    assert torch.equal(run(*second, range(4, 8)), whole)
 
 
 def test_resumed_is_as_never_stopped():
@@ -654,7 +654,7 @@ def from_seed(seed: int) -> torch.Generator:
 def train(loss, steps, seed=0):
     torch.manual_seed(seed)
     model, x = Energy(EnergyMLP((2,), hidden=(64, 64))), TRUTH.sample(20_000, from_seed(1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = KeyedGenerator(seed, torch.arange(256), "train")
     for step in range(steps):
@@ -679,8 +679,8 @@ def excess(model):
 
 def test_a_mixture_in_the_plane_is_learned():
     """By one objective: that the others have the same minimum is shown in closed form by test_losses.py."""
-    before, after = (excess(train(SlicedScoreMatchingVR(), steps)) for steps in (0, 500))
-    assert after[0] < 0.1 < before[0] and after[1] < 0.2 * before[1]
+    before, after = (excess(train(SlicedScoreMatchingVR(), steps)) for steps in (0, 150))
+    assert after[0] < 0.05 < 0.1 < before[0] and after[1] < 0.1 * before[1]
 
 
 def test_check_catches_an_inverted_energy(monkeypatch):
