@@ -73,6 +73,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model, header = load_model(given.checkpoint)
+    if not hasattr(model, "elbo"):
+        parser.error(f"{given.checkpoint} is not a diffusion model's, whose bound is a sum of terms")
     parts = batches(header, given.items)
     items = sum(map(len, parts))
     for steps in given.steps:

@@ -1,5 +1,6 @@
 """docs/dashboards.png: short runs of three families on the two moons, drawn from their TensorBoard event files.
 
+    pip install tensorboard
     python benchmarks/dashboard_picture.py [--steps 2000] [--runs FOLDER]
 
 Panels show what a dashboard shows: curves of one name from all runs, and the last pictures of each.

@@ -55,7 +55,7 @@ def main() -> None:
     model, header = load_model(given.checkpoint)
     n = given.n
     out = {"svm_on_real_test": round(real, 4), "n": n, "step": header["step"]}
-    for name, options in WAYS[model.family].items():
+    for name, options in WAYS.get(model.family, {"default": {}}).items():
         samples = draw(model, SamplingOptions(n=n, **options), batch_size=250, progress=False)
         read = classifier.predict(samples.x.flatten(1).numpy().astype("float64"))
         out[name] = round(float((read == samples.cond.numpy()).mean()), 4)

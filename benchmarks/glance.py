@@ -7,6 +7,7 @@ An arrow goes from the shorter training to the longer one; a model with one trai
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def family(name: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     header, rows = table((DOCS / "results.md").read_text(encoding="utf-8"))
     figure = Figure(figsize=(13, 6), layout="constrained")
     for axis, data in zip(figure.subplots(1, 2), ("MNIST", "Fashion-MNIST"), strict=True):

@@ -1,13 +1,14 @@
 """What one batch costs to load: our loader, torch's usual one, and a bare tensor index.
 
-    python benchmarks/loader.py [root=DIR] [batch=128] [rounds=7]
+    python benchmarks/loader.py [--root DIR] [--batch 128] [--rounds 7]
 
 They are measured in turns, epoch by epoch in the same run, so that whatever else the machine does meets them alike;
-the median over rounds is printed. `root` holds MNIST/raw; without it random pixels of the same shape stand in.
+the median over rounds is printed. `--root` holds MNIST/raw; without it random pixels of the same shape stand in.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -65,11 +66,15 @@ def mnist(root: str) -> tuple[str, torch.Tensor]:
         return "random (no MNIST found)", torch.randint(0, 256, (60_000, 1, 28, 28), dtype=torch.uint8)
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     """Measure and print."""
-    options = {"root": "data", "batch": "128", "rounds": "7", **dict(word.split("=", 1) for word in words)}
-    batch, rounds = int(options["batch"]), int(options["rounds"])
-    sets = [mnist(options["root"]), ("random 3x32x32", torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8))]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    batch, rounds = given.batch, given.rounds
+    sets = [mnist(given.root), ("random 3x32x32", torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8))]
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, batches of {batch}, median of {rounds} epochs")
     for name, x in sets:
@@ -81,4 +86,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

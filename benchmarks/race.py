@@ -267,7 +267,7 @@ def picture(races: dict[str, dict[str, dict]], path: Path) -> None:
         unit = "exact score-matching loss" if race == "score_matching" else "test bound, bits/dim"
         left.set(title=race, xlabel="CPU seconds of training, one thread", ylabel=unit)
         right.set(xlabel="CPU seconds of training, one thread", ylabel="Fréchet distance", yscale="log")
-        right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=100)
 
 

@@ -33,7 +33,10 @@ def ours(setting: UNetSetting) -> DDPM:
 
 def theirs(setting: UNetSetting):
     """(network, DDIM pipeline, DPM-Solver++ loop), the last two as functions of the number of steps."""
-    from diffusers import DDIMPipeline, DDIMScheduler, DPMSolverMultistepScheduler
+    try:
+        from diffusers import DDIMPipeline, DDIMScheduler, DPMSolverMultistepScheduler
+    except ImportError:
+        raise SystemExit("the peer is diffusers: pip install diffusers") from None
 
     network = unet_peer(setting).eval()
     pipeline = DDIMPipeline(network, DDIMScheduler(clip_sample=True))

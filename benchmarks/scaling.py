@@ -153,6 +153,8 @@ def items_per_second(preset: str, processes: int, batch: int, steps: int) -> flo
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
         found = re.search(r"speed: +([\d,.]+) items/s", (Path(folder) / "run" / "log.txt").read_text())
+        if found is None:
+            sys.exit(f"no speed of {steps} steps was measured: give more --steps")
         return float(found[1].replace(",", ""))
 
 

@@ -1,6 +1,6 @@
 """Start-up time of `--help` and of the answer to a misspelt key, compared with Python itself and importing Hydra.
 
-    python benchmarks/startup.py [repetitions]
+    python benchmarks/startup.py [--repeats 7]
 
 Prints the median wall-clock seconds of each. The last two rows are the floor on this machine at this moment: an answer
 to a misspelt key needs Hydra, and on a loaded machine both grow together.
@@ -8,6 +8,7 @@ to a misspelt key needs Hydra, and on a loaded machine both grow together.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -35,12 +36,15 @@ def seconds(words: list[str]) -> float:
     return taken
 
 
-def main(repetitions: int = 7) -> None:
+def main() -> None:
     """Time every row once without counting (file caches), then all rows in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
     for words in ROWS.values():
         seconds(words)
     times = {name: [] for name in ROWS}
-    for _ in range(repetitions):
+    for _ in range(repeats):
         for name, words in ROWS.items():
             times[name].append(seconds(words))
     for name, values in times.items():
@@ -48,4 +52,4 @@ def main(repetitions: int = 7) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -165,7 +165,7 @@ def unet(setting: UNetSetting, name: str, given: argparse.Namespace) -> None:
 
 
 def dit(setting: DiTSetting, name: str, given: argparse.Namespace) -> None:
-    sizes = {"depth": setting.depth, "width": setting.width, "heads": setting.heads}
+    sizes = {"depth": setting.depth, "width": setting.width, "heads": setting.heads, "places": False}
     networks = {key: DiT(setting.event_shape, CLASSES, attention=attention, **sizes)
                 for key, attention in (("ours", "rope2d"), ("plain", "plain"))}  # fmt: skip
     compare(name, networks, dit_peer, setting, given.repeats, (torch.arange(setting.batch) % CLASSES,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from genmodels.core.errors import as_input_errors, at_least
+from genmodels.core.errors import as_input_errors, at_least, counted
 from genmodels.core.files import check_writable, typed
 from genmodels.speech.corpus import VOICES, check_voice, corpus, default_sentences, sentences_of
 
@@ -42,6 +42,6 @@ def run(
     seconds = corpus(folder, texts, voice, workers=workers, progress=progress)
     minutes = sum(seconds) / 60
     length = f"{minutes / 60:.2f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
-    clips = f"{len(seconds):,} clip{'s' * (len(seconds) != 1)}"
+    clips = f"{counted(len(seconds), 'clip')}"
     print(f"{clips} in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
     print(f"train:    genmodels train experiment=glow_tts_corpus {typed('data.root', folder)}")

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, as_input_errors, check_number
+from genmodels.core.errors import InputError, RunError, as_input_errors, check_number, counted
 from genmodels.core.files import file_word, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
@@ -355,7 +355,7 @@ def stream_texts(
             found.append(one)
             size = kept[0][1].shape[1]
             sound = "" if vocoder is None else f", first audio after {whole.first_packet:.3f} s"
-            lines.append(f"first chunk of the mel ({size} frame{'s' * (size != 1)}) after {kept[0][0] - began:.3f} s"
+            lines.append(f"first chunk of the mel ({counted(size, 'frame')}) after {kept[0][0] - began:.3f} s"
                          f"{sound}, the last after {whole.seconds:.3f} s")
     return found, lines
 

@@ -175,6 +175,16 @@ def an(name: str) -> str:
     return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "sample"), counted(1200, "item")
+        ('1 sample', '1,200 items')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def require_known(owner: str, given: Iterable[str], known: Iterable[str], kind: str = "option") -> None:
     """Raise InputError for the first name that is not one of those known, with the nearest of these.
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, counted
 from genmodels.core.files import cache_folder, kind_of, write_whole
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
 
@@ -220,7 +220,7 @@ def _wrong(fields: list[str], numbers: tuple[int, ...], form: str) -> str | None
         return None
     if len(fields) in numbers:
         return "its first field, which names the recording, is empty"
-    return f"{len(fields)} field{'s' * (len(fields) != 1)} where {form} is expected: {'|'.join(fields)[:80]!r}"
+    return f"{counted(len(fields), 'field')} where {form} is expected: {'|'.join(fields)[:80]!r}"
 
 
 #: Increased when the content of a cached file, or its computation, changes.

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, as_input_errors, progress_bar, require_known
+from genmodels.core.errors import InputError, as_input_errors, counted, progress_bar, require_known
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
@@ -55,8 +55,7 @@ def amount_of(findings: list[Finding]) -> str:
         >>> amount_of([Finding("a.wav", "clipped"), Finding("a.wav", "silent")])
         '1 item'
     """
-    count = len({finding.where for finding in findings})
-    return f"{count} item{'s' * (count != 1)}"
+    return counted(len({finding.where for finding in findings}), "item")
 
 
 def read_utterance(

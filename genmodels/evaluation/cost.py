@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from genmodels.core.errors import counted
 from genmodels.models.density import is_diffusion, is_flow, is_masked_diffusion
 
 _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
@@ -124,7 +125,7 @@ def context_of(model) -> str:
     kept = next((t for t in model.core.state_dict().values() if t.is_floating_point()), torch.zeros(()))
     precision = str(kept.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
-    return f"{device}, {threads} thread{'s' * (threads != 1)}, {precision}, not compiled, torch {torch.__version__}"
+    return f"{device}, {counted(threads, 'thread')}, {precision}, not compiled, torch {torch.__version__}"
 
 
 def _timed(model, draw: Callable, n: int) -> float:

@@ -18,7 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, NotFinite, as_input_errors, progress_bar, require_finite_rows
+from genmodels.core.errors import InputError, NotFinite, as_input_errors, counted, progress_bar, require_finite_rows
 from genmodels.core.files import write_whole
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
@@ -172,7 +172,8 @@ def write_folder(drawing: Drawing, spec: DataSpec, target: Path) -> tuple[dict, 
     kept = f", of which {n - drawn} were there" if drawn < n else ""
     what = "single images" if spec.mel is None else ".wav and .png"
     made = next((made for _, made, _ in parts if made), {})
-    return made, [f"{n} samples as {what}{kept}: {target}", *(line for _, _, lines in parts for line in lines)]
+    written = f"{counted(n, 'sample')} as {what}{kept}: {target}"
+    return made, [written, *(line for _, _, lines in parts for line in lines)]
 
 
 def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str) -> tuple[int, dict, list[str]]:
@@ -240,7 +241,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
             if getattr(samples, name) is not None:
                 arrays[name] = getattr(samples, name).numpy()
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
-        return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
+        return [f"{counted(len(samples.x), 'sample')} {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
     if spec.encoding is not None:
         return write_texts(samples, target)
     if suffix == ".csv":
@@ -255,10 +256,10 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
             sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white
             picture = stack([grid(sources, len(sources), names=list(originals)), picture])
         save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
-        return [f"{len(samples.x)} sample{'s' * (len(samples.x) != 1)}: {target}"]
+        return [f"{counted(len(samples.x), 'sample')}: {target}"]
     if spec.mel is not None:
-        return [f"{len(samples.x)} samples as .wav and .png: {target}", *write_sounds(samples, spec, target)]
-    return [f"{len(samples.x)} samples as single images: {target}", *write_images(samples, spec, target)]
+        return [f"{counted(len(samples.x), 'sample')} as .wav and .png: {target}", *write_sounds(samples, spec, target)]
+    return [f"{counted(len(samples.x), 'sample')} as single images: {target}", *write_images(samples, spec, target)]
 
 
 def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
@@ -283,7 +284,7 @@ def write_texts(samples, target: Path) -> list[str]:
         write_whole(path, lambda file, text=text: file.write(text.encode("utf-8")))
     made = samples.made | {"index": _span(samples.index)}
     write_whole(about, lambda file: json.dump(made, file, indent=1), mode="w")
-    return [f"{len(texts)} samples of text: {target} (how they were made: {about.name})"]
+    return [f"{counted(len(texts), 'sample')} of text: {target} (how they were made: {about.name})"]
 
 
 def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
@@ -298,7 +299,7 @@ def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
     made = samples.made | {"index": _span(samples.index)} | _classes(samples, spec)
     write_whole(target, lambda file: file.write(text.getvalue()), mode="w")
     write_whole(target.with_suffix(".json"), lambda file: json.dump(made, file, indent=1), mode="w")
-    return [f"{len(rows)} samples of {', '.join(names)}: {target} (how they were made: "
+    return [f"{counted(len(rows), 'sample')} of {', '.join(names)}: {target} (how they were made: "
             f"{target.with_suffix('.json').name})"]
 
 
@@ -425,7 +426,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     numbers = [f"{i}{classes[k]}" for k, i in enumerate(samples.index[:rows].tolist()) for _ in chosen]
     sheet = grid(tiles, columns=len(frames), names=names, numbers=numbers)
     save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples, spec))
-    return f"path of {rows} sample{'s' * (rows != 1)} in {len(frames)} frames: {target}"
+    return f"path of {counted(rows, 'sample')} in {len(frames)} frames: {target}"
 
 
 def _classes(samples, spec: DataSpec) -> dict:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, as_input_errors, progress_bar
+from genmodels.core.errors import InputError, as_input_errors, counted, progress_bar
 from genmodels.core.files import located
 from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, Utterance
@@ -426,7 +426,7 @@ def audit_notes(rows: list[Utterance]) -> list[str]:
         '  1. 1.500 nats/dim, z +2.25, 90 frames, longest "c" with 31, evidence +0.50: a.wav "a cab"'
     """
     scored = any(row.z is not None for row in rows)
-    lines = [f"audit of {len(rows)} utterance{'s' * (len(rows) != 1)}, the least likely first"
+    lines = [f"audit of {counted(len(rows), 'utterance')}, the least likely first"
              + (" (z: standard deviations above utterances of that length)" if scored else ""),
              *(_line(row.rank, row) for row in rows[:_SHOWN])]
     if any(row.evidence is not None for row in rows):
