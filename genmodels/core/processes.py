@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from genmodels.core.errors import InputError, Interrupted, RunError, explain
 
 _PATIENCE = timedelta(days=30)  # the others may wait as long as the first works alone; the end of a process ends it
 _FAREWELL = timedelta(seconds=10)
+_LOOK = 0.2  # seconds between the looks of the launcher at its processes
 _LAUNCHED = "GENMODELS_LAUNCHED"  # set in processes of `launch`, which reports their end itself
 
 
@@ -182,6 +184,8 @@ def ranks() -> Iterator[None]:
             with suppress(Exception):  # some may have ended
                 distributed.broadcast_object_list([None])
         lost = isinstance(error, RuntimeError) and "onnection" in str(error)
+        if lost and _LAUNCHED in os.environ:
+            time.sleep(5 * _LOOK)  # so that the launcher finds the one that was lost, and not this one
         if later or (_LAUNCHED in os.environ and (lost or isinstance(error, Interrupted))):
             raise SystemExit(getattr(error, "exit_code", 1)) from None
         if lost:
@@ -210,7 +214,7 @@ def launch(function: Callable, processes: int, *arguments) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        run_id=str(os.getpid()), max_restarts=0, monitor_interval=0.2, start_method="spawn",
+        run_id=str(os.getpid()), max_restarts=0, monitor_interval=_LOOK, start_method="spawn",
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP,
                                                                 signal.SIGQUIT)}

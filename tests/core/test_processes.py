@@ -46,7 +46,12 @@ def patient():
     faulthandler.cancel_dump_traceback_later()
 
 
-def test_a_process_that_is_lost_ends_the_others(capfd, patient):
+@fork
+@pytest.mark.parametrize("how", ["spawn", "fork", "fork", "fork"])
+def test_a_process_that_is_lost_ends_the_others(how, capfd, patient, monkeypatch):
+    """The other one, which loses its connection, ends at nearly the same moment: the launcher blames the right one."""
+    if how == "fork":
+        by_forks(monkeypatch)
     with pytest.raises(RunError, match="process 1 was killed by SIGKILL; what was finished is kept"):
         launch(_fail, 2, "killed")
     assert capfd.readouterr().err == ""  # the command says the line of the error, and nobody else
