@@ -107,9 +107,9 @@ class OdeDensity:
     """The model's density of x at one noise level, by the probability-flow ODE from there to pure noise.
 
     The state is float64 and the network runs in its own precision. Every example has its own steps, so that its value
-    depends on the batch by rounding alone, which may decide about a step, and then as much as the tolerance. The base is N(0, I) at the noisiest level of the schedule, of which the marginal
-    differs by the order of |mean| e^(lambda(1)/2), in the mean over the data by the square of that, so schedules should
-    go down to -15 or less.
+    depends on the batch by rounding alone, which may decide about a step, and then as much as the tolerance. The base
+    is N(0, I) at the noisiest level of the schedule, of which the marginal differs by the order of
+    |mean| e^(lambda(1)/2), in the mean over the data by the square of that, so schedules should go down to -15 or less.
 
     Arguments:
         divergence: `exact` (a vector-Jacobian product for each scalar), `hutchinson` (one for each probe, unbiased), or
