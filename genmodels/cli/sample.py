@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
@@ -26,6 +26,7 @@ from genmodels.evaluation.samples import (
     write_path,
     write_samples,
 )
+from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.plots.images import LEGIBLE, grid, images_of
 
@@ -94,65 +95,110 @@ def run(
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("frames", frames, 2), ("chunk", chunk, 1)):
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
-    require_partners(options | {"inpaint": inpaint, "mask": mask, "edit": edit, "chunk": chunk,
-                                "stream": stream or None, "frames": frames, "path": path, "interpolate": interpolate})
-    frames = _FRAMES if frames is None else frames
+    named = {"inpaint": inpaint, "mask": mask, "edit": edit}
+    require_partners(options | named | {"chunk": chunk, "stream": stream or None, "frames": frames, "path": path,
+                                        "interpolate": interpolate})
     out, path = (place if place is None else os.path.expanduser(place) for place in (out, path))
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
     _check_companions(out)
 
-    ckpt_path, place, trust = located(ckpt), place_of(ckpt), trust or []
-    verify(ckpt_path)
-    group = Ranks()
-    model, header = load_model(ckpt_path, device=device, trust=trust)
-    kind = f"{ckpt_path} holds {an(header['family'])}"
-    if not model.generates:
-        raise InputError(f"{kind}, which has no samples: genmodels transcribe ckpt={ckpt} files")
-    made = origin(ckpt_path, header)
-    named = {"inpaint": inpaint, "mask": mask, "edit": edit}
-    synthesis = {"durations": durations, "pause": pause, "vocoder": vocoder}
-    synthesis = {key: value for key, value in synthesis.items() if value is not None}
-    if group.rank and (model.spec.text is not None or interpolate is not None):
+    given = _Trained.load(ckpt, device, trust or [])
+    group, spec = Ranks(), given.model.spec
+    if group.rank and (spec.text is not None or interpolate is not None):
         group.serve()  # what one process does soon
         return
-    if model.spec.text is not None:
-        from genmodels.cli.say import say
-
+    synthesis = {"durations": durations, "pause": pause, "vocoder": vocoder}
+    synthesis = {key: value for key, value in synthesis.items() if value is not None}
+    if spec.text is not None:
         if path is not None or interpolate is not None:
-            raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: {kind}")
-        asked_of_text = options | synthesis | {"text_file": text_file, "stream": stream} | named
-        materials, lines = material(model, header, asked_of_text, ckpt_path, trust)
-        synthesis |= options | {"weights": weights_of(ema)} | materials
-        lines += say(model, made, place, synthesis, item=named if materials else {}, of_item=materials, takes=n,
-                     text_file=text_file, out=out, chunk=(chunk or 64) if stream else None)  # fmt: skip
-        print(*lines, sep="\n")
+            raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: "
+                             f"{given.kind}")
+        size = (chunk or 64) if stream else None
+        print(*_say(given, options, synthesis, named, ema, takes=n, text_file=text_file, out=out, chunk=size), sep="\n")
         return
     of_text = {"text_file": text_file, "stream": stream or None} | synthesis
     of_text |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
     if unused := [key for key, value in of_text.items() if value is not None]:
-        raise InputError(f"{unused[0]} is for text-to-speech models: {kind}")
-    given = _unusual(options, named, ema)
-    target = Path(out) if out is not None else default_target(place, asked, model.spec, given)
-    check_target(target, model.spec)
+        raise InputError(f"{unused[0]} is for text-to-speech models: {given.kind}")
+    unusual = _unusual(options, named, ema)
+    target = Path(out) if out is not None else default_target(given.place, asked, spec, unusual)
+    _check_targets(target, path, spec)
+    if interpolate is not None:
+        _check_alone(asked, unusual | {"path": path})
+        print(*strip(given, interpolate, frames or _FRAMES, ema, Path(out) if out else None), sep="\n")
+        return
+    _draw(given, asked, target, named, ema, batch_size, group, path, frames or _FRAMES)
+
+
+class _Trained(NamedTuple):
+    """A trained model, its header, where it was read, how that was named, further packages, and where it is from."""
+
+    model: GenerativeModel
+    header: dict
+    path: Path
+    place: Path
+    trust: list[str]
+    made: dict
+
+    @classmethod
+    def load(cls, ckpt: str, device: str, trust: list[str]) -> _Trained:
+        """Read a checkpoint of a model that has samples."""
+        path = located(ckpt)
+        verify(path)
+        model, header = load_model(path, device=device, trust=trust)
+        found = cls(model, header, path, place_of(ckpt), trust, origin(path, header))
+        if not model.generates:
+            raise InputError(f"{found.kind}, which has no samples: genmodels transcribe ckpt={ckpt} files")
+        return found
+
+    @property
+    def kind(self) -> str:
+        return f"{self.path} holds {an(self.header['family'])}"
+
+    def material(self, named: dict) -> tuple[dict, list[str]]:
+        """The items that samples are made from, as options of `sample`, and lines for the user."""
+        return material(self.model, self.header, named, self.path, self.trust)
+
+
+def _say(
+    given: _Trained, options: dict, synthesis: dict, named: dict, ema: bool | float, *, takes: int | None,
+    text_file: str | None, out: str | None, chunk: int | None,
+) -> list[str]:
+    """Synthesise texts; returns lines for the user."""
+    from genmodels.cli.say import say
+
+    asked = options | synthesis | {"text_file": text_file, "stream": chunk is not None} | named
+    materials, lines = given.material(asked)
+    synthesis |= options | {"weights": weights_of(ema)} | materials
+    return lines + say(given.model, given.made, given.place, synthesis, item=named if materials else {},
+                       of_item=materials, takes=takes, text_file=text_file, out=out, chunk=chunk)  # fmt: skip
+
+
+def _check_targets(target: Path, path: str | None, spec: DataSpec) -> None:
+    """Refuse files that cannot hold such samples, or cannot be written."""
+    check_target(target, spec)
     check_writable("out", target)
     if path is not None:
-        check_path(Path(path), model.spec)
+        check_path(Path(path), spec)
         if Path(path).resolve() == target.resolve():
             raise InputError(f"path={path} names the file of the samples: give another")
-    if interpolate is not None:
-        _check_alone(asked, given | {"path": path})
-        data = data_of(header, ckpt_path, trust)
-        print(*strip(model, made, interpolate, frames, ema, Path(out) if out else None, place, data), sep="\n")
-        return
-    single = target.suffix == "" and path is None and model.spec.encoding is None
-    check_memory(asked, model.spec, batch_size, single)
-    materials, lines = material(model, header, named, ckpt_path, trust)
+
+
+def _draw(
+    given: _Trained, asked: SamplingOptions, target: Path, named: dict, ema: bool | float, batch_size: int,
+    group: Ranks, path: str | None, frames: int,
+) -> None:
+    """Draw samples and write them, by several processes where there are some."""
+    spec = given.model.spec
+    single = target.suffix == "" and path is None and spec.encoding is None
+    check_memory(asked, spec, batch_size, single)
+    materials, lines = given.material(named)
     if path is not None:  # many moments, of which those with equal changes are shown
-        materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * asked.n * model.spec.dims))))
-    made |= {key: str(value) for key, value in named.items() if value is not None}
-    drawing = Drawing(model, replace(asked, weights=weights_of(ema), **materials), batch_size, made, group)
+        materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * asked.n * spec.dims))))
+    made = given.made | {key: str(value) for key, value in named.items() if value is not None}
+    drawing = Drawing(given.model, replace(asked, weights=weights_of(ema), **materials), batch_size, made, group)
     if group.rank:
         group.serve()
         return
@@ -269,7 +315,7 @@ def between(model, ends: list, frames: int, ema, data):
     return grid(images_of(pictures.cpu(), model.spec, smallest=LEGIBLE), columns=frames, names=names)
 
 
-def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data) -> list[str]:
+def strip(given: _Trained, ends: list, frames: int, ema: bool | float, target: Path | None) -> list[str]:
     """Write the interpolation of two items; returns lines for the user.
 
     Raises:
@@ -277,13 +323,13 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
     """
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
-    sheet = between(model, ends, frames, ema, data)
+    sheet = between(given.model, ends, frames, ema, data_of(given.header, given.path, given.trust))
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
         words += "" if frames == _FRAMES else f"_frames-{frames}"
         words += "" if ema is True else f"_ema-{ema}"
-        target = place.parent / "samples" / f"{place.stem}_between-{words}.png"
-    made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema), **origin}
+        target = given.place.parent / "samples" / f"{given.place.stem}_between-{words}.png"
+    made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema), **given.made}
     save_png(sheet, target, made)
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 
