@@ -139,7 +139,10 @@ def test_sums_over_pairs_are_those_of_loops(monkeypatch):
 
     h = {(i, j): k(a[i], a[j]) + k(b[i], b[j]) - k(a[i], b[j]) - k(a[j], b[i])
          for i in range(7) for j in range(7) if i != j}
-    assert found.value == pytest.approx(sum(h.values()) / 42, rel=1e-10)
+    within = sum(k(x[i], x[j]) for x in (a, b) for i, j in h) / 42
+    across = sum(k(x, y) for x in a for y in b) / 49
+    assert found.value == pytest.approx(within - 2 * across, rel=1e-10)
+    assert abs(found.value - sum(h.values()) / 42) > 1e-3  # the mean of h leaves the pairs (a_i, b_i) out
     unlike = [(h[i, j], h[i, k]) for i, j in h for k in range(7) if k not in (i, j)]
     apart = [h[p] * h[q] for p in h for q in h if len({*p, *q}) == 4]
     squared = sum(apart) / len(apart)
@@ -148,6 +151,13 @@ def test_sums_over_pairs_are_those_of_loops(monkeypatch):
     assert found.error == pytest.approx(math.sqrt((4 * 5 * covariance + 2 * variance) / 42), rel=1e-9)
     with pytest.raises(InputError, match="equally many"):
         kernel_distance(a, b[:5])
+
+
+def test_the_kernel_distance_of_three_items():
+    """(1 + 3.375 + 3.375) / 3 + (1 + 8 + 1) / 3 - 2 * 32.5 / 9; too few for an error."""
+    a, b = torch.tensor([[1.0, 0], [0, 1], [1, 1]]), torch.tensor([[2.0, 0], [0, 1], [1, 0]])
+    found = kernel_distance(a, b)
+    assert found.value == pytest.approx(-1.3055555556, abs=1e-10) and found.error is None
 
 
 def test_a_missing_mode_lowers_recall_and_noise_lowers_precision():
