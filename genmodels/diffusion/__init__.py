@@ -1,6 +1,6 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the ELBO term by term, samplers."""
 
-from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo
+from genmodels.diffusion.bound import ElboTerms, PathTerms, continuous_elbo, ddpm_times, elbo, path_terms
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import Denoiser, FlowMap, OnPath
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
@@ -120,13 +120,13 @@ __all__ = [
     "GradTTSSchedule", "GuidedDenoiser", "HeunSampler", "Hybrid", "Inpainting", "LearnedSchedule", "LevelSoftmax",
     "LinearContinuousSchedule", "LinearLogSnrSchedule", "LinearPath", "LinearSchedule", "LossAwareTimes", "MeanFlow",
     "Memory", "MixtureDenoiser", "NoiseSchedule", "Objective", "ObjectiveOutput", "OdeDensity", "OdeLikelihood",
-    "OdeLogProb", "OnPath", "Parameterisation", "Path", "Prediction", "ProgressiveDistillation", "SDESampler",
-    "SampleResult", "Sampler", "SamplingPlan", "SigmoidSchedule", "Shortcut", "Simple", "SolverError", "Threshold",
-    "ThresholdedDenoiser", "TimeSampler", "UniPCMemory", "UniPCSampler", "Velocity", "Vlb", "Weighting",
+    "OdeLogProb", "OnPath", "Parameterisation", "Path", "PathTerms", "Prediction", "ProgressiveDistillation",
+    "SDESampler", "SampleResult", "Sampler", "SamplingPlan", "SigmoidSchedule", "Shortcut", "Simple", "SolverError",
+    "Threshold", "ThresholdedDenoiser", "TimeSampler", "UniPCMemory", "UniPCSampler", "Velocity", "Vlb", "Weighting",
     "ZeroTerminalSchedule", "alpha_sigma", "alpha_ts", "continuous_elbo", "ddpm_times", "default_ends",
     "default_variance", "elbo", "exact_divergence", "hutchinson", "integer_leading", "integer_trailing", "invert",
     "karras", "karras_sigmas", "kernel_variance", "learned_variance", "make_objective", "make_path", "make_schedule",
-    "noised_start", "posterior", "posterior_variance", "q_sample", "rademacher", "renoise", "require_unaltered",
-    "rescale_zero_terminal", "sample", "sigma2_ts", "step_to_time", "times_from", "to_levels", "to_unit",
+    "noised_start", "path_terms", "posterior", "posterior_variance", "q_sample", "rademacher", "renoise",
+    "require_unaltered", "rescale_zero_terminal", "sample", "sigma2_ts", "step_to_time", "times_from", "to_levels", "to_unit",
     "uniform_log_snr", "uniform_t", "velocity_of",
 ]  # fmt: skip

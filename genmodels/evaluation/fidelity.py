@@ -153,7 +153,7 @@ def kernel_distance(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Ten
     items on. Between two sets of one distribution, where the covariance is zero and
     its estimate is kept from being negative, the error is too large, by factors of 1.2 to 1.3.
 
-    Source: Gretton et al. 2012, "A kernel two-sample test", eq. 3 and lemma 6; variance of U-statistics: Hoeffding 1948.
+    Source: Gretton et al. 2012, "A kernel two-sample test", lemma 6; variance of U-statistics: Hoeffding 1948.
 
     Example:
         >>> a, b = (torch.randn(400, 2, generator=torch.Generator().manual_seed(k)) + k for k in (0, 1))

@@ -23,6 +23,7 @@ from genmodels.diffusion import (
     V,
     ddpm_times,
     elbo,
+    path_terms,
     posterior,
     q_sample,
     sigma2_ts,
@@ -31,7 +32,6 @@ from genmodels.diffusion import (
     to_unit,
 )
 from genmodels.diffusion.bound import diffusion_term, prior_term
-from tests.diffusion.bound_path import path_terms
 
 
 class Signs(KeyedGenerator):

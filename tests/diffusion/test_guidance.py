@@ -27,6 +27,7 @@ from genmodels.diffusion import (
     V,
     continuous_elbo,
     elbo,
+    path_terms,
     require_unaltered,
     rescale_zero_terminal,
     sample,
@@ -36,7 +37,6 @@ from genmodels.diffusion import (
 from genmodels.diffusion.denoiser import OnPath
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.diffusion.path import alpha_sigma, expand
-from tests.diffusion.bound_path import path_terms
 from tests.diffusion.table import INSTANCES, keyed, seeded
 
 PARAMETERISATIONS = {"eps": Eps(), "x0": X0(), "v": V(), "edm": EDM()}

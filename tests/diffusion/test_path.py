@@ -35,6 +35,7 @@ from genmodels.diffusion import (
     kernel_variance,
     learned_variance,
     make_path,
+    path_terms,
     posterior_variance,
     sample,
     sigma2_ts,
@@ -42,7 +43,6 @@ from genmodels.diffusion import (
     uniform_t,
 )
 from genmodels.diffusion.samplers import FlowSampler, SDESampler
-from tests.diffusion.bound_path import path_terms
 from tests.mutants.densities import ForgottenNoise
 from tests.mutants.diffusion import EqualShares
 
