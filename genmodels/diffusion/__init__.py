@@ -127,6 +127,6 @@ __all__ = [
     "default_variance", "elbo", "exact_divergence", "hutchinson", "integer_leading", "integer_trailing", "invert",
     "karras", "karras_sigmas", "kernel_variance", "learned_variance", "make_objective", "make_path", "make_schedule",
     "noised_start", "path_terms", "posterior", "posterior_variance", "q_sample", "rademacher", "renoise",
-    "require_unaltered", "rescale_zero_terminal", "sample", "sigma2_ts", "step_to_time", "times_from", "to_levels", "to_unit",
-    "uniform_log_snr", "uniform_t", "velocity_of",
+    "require_unaltered", "rescale_zero_terminal", "sample", "sigma2_ts", "step_to_time", "times_from", "to_levels",
+    "to_unit", "uniform_log_snr", "uniform_t", "velocity_of",
 ]  # fmt: skip
