@@ -274,7 +274,7 @@ class Model:
 
         require_known("transcribe", options, [field.name for field in fields(TranscriptionOptions)])
         names = [str(files)] if isinstance(files, str | Path) else [str(file) for file in files]
-        mels = recordings(self.network, self.header, names, self.trust)
+        mels = recordings(self.network, self.header, names)
         return list(heard(self.network, mels, TranscriptionOptions(**options), weights_of(ema), self.trust))
 
     def verify(self, *, ema: bool | float = True, device: str = "cpu", **options: Any) -> Findings:

@@ -302,7 +302,10 @@ def test_training_on_two_processes_is_training_on_one(tmp_path, model, by):
 
 FLOWS = {
     "glow": ["model=glow", "model.steps=2", "model.hidden=8"],
-    "realnvp": ["model=realnvp", "model.hidden=8", "model.depth=1", "model.dequantisation=variational"],
+    "realnvp": [
+        "model=realnvp", "model.layout=[checkerboard*2,squeeze,channel*2]", "model.hidden=8", "model.depth=1",
+        "model.dequantisation=variational",
+    ],
     "glow of classes": [
         "model=glow", "model.steps=1", "model.hidden=8", "model.class_conditional=true", "model.base=class",
     ],
@@ -346,9 +349,9 @@ def test_the_way_between_two_items(tmp_path):
         assert line in genmodels("sample", "ckpt=run", *words, cwd=tmp_path, code=2).stderr
 
 
-@pytest.mark.parametrize("words", [["model=nsf", "trainer.precision=64-true"],
+@pytest.mark.parametrize("words", [["model=nsf", "model.layers=2", "model.hidden=16", "trainer.precision=64-true"],
                                    ["model=realnvp", "data.set=8gaussians", "model.hidden=16"],
-                                   ["model=maf"]])
+                                   ["model=maf", "model.hidden=16"]])
 def test_flows_of_points_have_an_exact_density(tmp_path, words):
     genmodels("train", *words, "data=toy", *QUICK, "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "samples" / "step_000004.png").is_file()
@@ -359,7 +362,8 @@ def test_flows_of_points_have_an_exact_density(tmp_path, words):
 
 @pytest.mark.parametrize("words", [["data=toy"], ["data=toy", "data.set=checkerboard", "model.objective=vlb"]])
 def test_points_in_the_plane(tmp_path, words):
-    genmodels("train", "model=ddpm", *words, *QUICK, "model.num_steps=30", "run_dir=run", cwd=tmp_path)
+    small = ["model.num_steps=30", "model.net.hidden=16", "model.net.depth=1"]
+    genmodels("train", "model=ddpm", *words, *QUICK, *small, "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "samples" / "step_000004.png").is_file()
     genmodels("sample", "ckpt=run", "n=100", "path=way.gif", "frames=3", cwd=tmp_path)
     done = genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,checks]", cwd=tmp_path)

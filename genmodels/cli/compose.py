@@ -298,9 +298,8 @@ def in_quotes(word: str) -> str:
     key, equals, value = word.partition("=")
     foreign = not value.isascii() and not set(value) & set("'\"[]{}(),$\\")
     foreign |= key in _PLACES and re.fullmatch(r"\d+(_\d+)+", value) is not None
-    if not foreign and not value.startswith("~/"):  # which shells do not expand after a key with a dot
-        return word
-    return f"{key}{equals}{quoted(value)}".replace("\\${", "${")  # interpolation, as in other words
+    # Shells do not expand ~ after a key with a dot.
+    return f"{key}{equals}{quoted(value)}" if foreign or value.startswith("~/") else word
 
 
 def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) -> list[str]:

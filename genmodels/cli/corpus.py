@@ -42,6 +42,5 @@ def run(
     seconds = corpus(folder, texts, voice, workers=workers, progress=progress)
     minutes = sum(seconds) / 60
     length = f"{minutes / 60:.2f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
-    clips = f"{counted(len(seconds), 'clip')}"
-    print(f"{clips} in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
+    print(f"{counted(len(seconds), 'clip')} in {folder}, {length} by voice {voice}. {VOICES[voice].licence}")
     print(f"train:    genmodels train experiment=glow_tts_corpus {typed('data.root', folder)}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED
 from genmodels.core.errors import InputError, Interrupted, explain, hint, printable
-from genmodels.core.files import quoted
+from genmodels.core.files import literal
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,7 +152,7 @@ def with_quoted_text(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     of_text = key == "text" and value and value[0] not in "'\"[" and value != "null"
-    return f"{key}{equals}{quoted(value)}" if of_text else word
+    return f"{key}{equals}{literal(value)}" if of_text else word
 
 
 def with_files(words: list[str]) -> list[str]:
@@ -167,7 +167,7 @@ def with_files(words: list[str]) -> list[str]:
         return words
     if any(word.startswith("files=") for word in words):
         raise InputError(f"{names[0]} is named beside files=: name all files in one of the two ways")
-    return [*(word for word in words if word not in names), f"files=[{','.join(map(quoted, names))}]"]
+    return [*(word for word in words if word not in names), f"files=[{','.join(map(literal, names))}]"]
 
 
 def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
@@ -103,9 +104,9 @@ def run(
     verify(path)
     model, header = load_model(path, device=device, trust=trust or [])
     unreadable: list[str] = []
-    mels = recordings(model, header, files, trust or [], unreadable)
+    mels = recordings(model, header, files, unreadable)
     if stream:
-        for name, mel in mels:
+        for name, mel, _ in mels:
             for text in model.stream(mel, weights=weights_of(ema)):
                 print(f"{printable(name)}: {text}", flush=True)
     else:
@@ -119,7 +120,7 @@ def run(
 
 
 def heard(
-    model: GenerativeModel, mels: list[tuple[str, Batch]], how: TranscriptionOptions, weights: str | float,
+    model: GenerativeModel, mels: list[tuple[str, Batch, float]], how: TranscriptionOptions, weights: str | float,
     trust: list[str],
 ) -> Iterator[Transcript]:
     """The texts of recordings, `how.nbest` for each.
@@ -130,9 +131,9 @@ def heard(
     search = search_of(model, **{key: getattr(how, key) for key in SEARCH}, trust=trust)
     for first in range(0, len(mels), how.batch_size):
         part = mels[first : first + how.batch_size]
-        x, mask = padded_mels([mel.x[0] for _, mel in part], torch.tensor([mel.x.shape[-1] for _, mel in part]))
+        x, mask = padded_mels([mel.x[0] for _, mel, _ in part], torch.tensor([mel.x.shape[-1] for _, mel, _ in part]))
         batch = Batch(x, mask=mask).to(model.device)
-        for (name, mel), found in zip(part, model.transcribe(batch, search, weights=weights), strict=True):
+        for (name, mel, seconds), found in zip(part, model.transcribe(batch, search, weights=weights), strict=True):
             for one in found[: how.nbest]:
                 try:
                     spoken = model.times(mel, one, weights=weights) if how.times else []
@@ -141,19 +142,19 @@ def heard(
                 except ValueError as error:  # a text that the alignment has no path for
                     print(f"{printable(name)}: no times: {error}", file=sys.stderr)
                     spoken = []
+                spoken = [(word, min(begin, seconds), min(end, seconds)) for word, begin, end in spoken]
                 yield Transcript(name, model.written(one), one.score, spoken)
 
 
 def recordings(
-    model: GenerativeModel, header: dict, files: list[str], trust: list[str], unreadable: list[str] | None = None
-) -> list[tuple[str, Batch]]:
-    """Recordings as mels, with their names.
+    model: GenerativeModel, header: dict, files: list[str], unreadable: list[str] | None = None
+) -> list[tuple[str, Batch, float]]:
+    """The name of each recording, its mel with the silence that follows in training, and its seconds without.
 
     Arguments:
         model: the recogniser.
         header: of its checkpoint.
         files: wav files.
-        trust: further packages whose classes the checkpoint may name.
         unreadable: receives the errors of files that cannot be read; None to raise the first.
 
     Raises:
@@ -161,10 +162,12 @@ def recordings(
     """
     if not hasattr(model, "transcribe"):
         raise InputError(f"the checkpoint holds {an(model.family)}: transcribe is for model=recognizer")
-    multiple, found = length_multiple(header, trust), []
+    multiple, found = length_multiple(header), []
     for name in files:
         try:
-            found.append((name, recorded(name, model.spec.mel, multiple).to(model.device)))
+            mel = recorded(name, model.spec.mel)
+            seconds = mel.shape[1] * model.spec.mel["hop"] / model.spec.mel["sample_rate"]
+            found.append((name, Batch(with_silence(mel, multiple)[None]).to(model.device), seconds))
         except InputError as error:
             if unreadable is None:
                 raise
@@ -172,10 +175,8 @@ def recordings(
     return found
 
 
-def recorded(name: str, mel: dict, multiple: int = 1) -> Batch:
-    """The mel of a sound file as a batch of one, with silence up to a multiple of some frames.
-
-    A rate that leaves the upper bands of the mel empty is warned of.
+def recorded(name: str, mel: dict) -> Tensor:
+    """The mel (n_mels, T) of a sound file; a warning for a rate that leaves its upper bands empty.
 
     Raises:
         InputError: for a file that cannot be read, or is shorter than a frame.
@@ -190,6 +191,6 @@ def recorded(name: str, mel: dict, multiple: int = 1) -> Batch:
         if len(heard) < config.shortest:
             raise InputError(f"{name}: {len(wave) / rate:.3f} s of sound are too short, a mel takes "
                              f"{config.shortest / config.sample_rate:.3f} s")
-        return Batch(with_silence(log_mel(heard, config), multiple)[None].float())
+        return log_mel(heard, config).float()
     except (AudioError, ValueError) as error:
         raise InputError(f"{error}" if name in str(error) else f"{name}: {error}") from error

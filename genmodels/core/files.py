@@ -226,14 +226,24 @@ _PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
 
 def quoted(text: str) -> str:
+    """A text in quotation marks of Hydra's syntax, in which backslashes count before a quotation mark alone.
+
+    Example:
+        >>> print(quoted("it's C:\\\\"))
+        'it\\'s C:\\\\'
+    """
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+
+
+def literal(text: str) -> str:
     """A text in quotation marks of Hydra's syntax, nothing of which is interpolated.
 
     Example:
-        >>> print(quoted("it's ${x}"))
-        'it\\'s \\${x}'
+        >>> print(literal("a ${x}"))
+        'a \\${x}'
     """
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
+    return quoted(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def in_hydra(value) -> str:

@@ -347,9 +347,9 @@ def value_of(line: Mapping[str, Any]) -> tuple[str, float | None]:
 def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
     """Parts of the NLL per item by name, in bits/dim for integers and nats for continuous data (`per_dim`: per cell).
 
-    `val/<part>` are the summands of the ELBO. `noise/k_of_n` is the part of the k-th of n equal shares of the steps,
-    the first having the least noise: shares of steps, not log-SNRs, so that runs with different schedules have the
-    same names. Their sum is `val/diffusion`. `val/solver_change` is the increase by a coarser solution of an ODE.
+    `val/<part>` are the summands of the negative ELBO. `noise/k_of_n` is the part of the k-th of n equal shares of the
+    steps, the first having the least noise: shares of steps, not log-SNRs, so that runs with different schedules have
+    the same names. Their sum is `val/diffusion`. `val/solver_change` is the increase by a coarser solution of an ODE.
 
     Example:
         >>> import torch

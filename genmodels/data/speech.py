@@ -17,7 +17,7 @@ from genmodels.core.errors import InputError, as_input_errors, counted, progress
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
-from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances
+from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances, default_multiple
 from genmodels.speech.audio import AudioError, MelConfig
 from genmodels.speech.text import FORMS, Symbols, TextForm, UnknownSymbol, in_form, ready, table_of
 
@@ -243,7 +243,7 @@ class Speech(DataModule):
         self.layout, self.mel, self.rate, self.language = layout, mel_config(mel or {}), rate, language
         self.form, self.symbols = symbols, Symbols(table_of(symbols), blanks=blanks, on_unknown=on_unknown)
         self.speakers, self.statistics, self.max_seconds = speakers, statistics, max_seconds
-        self.multiple = multiple or (8 if layout == "folder" else 2)
+        self.multiple = multiple or default_multiple(layout)
         self.fractions = split_fractions(val_fraction, test_fraction)
         self.allow_partial, self.skip_bad, self.max_frames = allow_partial, skip_bad, max_frames
         self._findings: list[Finding] | None = None

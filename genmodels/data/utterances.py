@@ -99,6 +99,11 @@ def _width(longest: int) -> int:
     return -(-longest // _FRAMES) * _FRAMES
 
 
+def default_multiple(layout: str | None) -> int:
+    """The number of which lengths of `data=speech` are multiples, in frames: more for mels with classes, for U-Nets."""
+    return 8 if layout == "folder" else 2
+
+
 def padded_mels(mels: Sequence[Tensor], lengths: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Mels (n_mels, .) as one tensor (B, n_mels, T), padded with silence, and its mask (B, 1, T).
 

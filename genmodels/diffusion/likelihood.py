@@ -93,7 +93,7 @@ class Elbo:
         mask: Tensor | None = None, bound: Literal["discrete", "continuous"] = "discrete", draws: int | None = None,
         replicates: int = 2, rows: int | None = None,
     ) -> ElboEstimate:
-        """The ELBO of data in the network's units.
+        """The negative ELBO of data in the network's units.
 
         Shapes: x0 (B, *event), times (T,), cond (B,) or (B, F), mask (B, 1, T).
 

@@ -78,7 +78,7 @@ def masked_bound(
     predict: Predictor, x: Tensor, mask: int, generator: KeyedGenerator, *, cond: Tensor | None = None,
     draws: int, replicates: int = 2, rows: int | None = None,
 ) -> Tensor:
-    """(B, replicates) float64, independent estimates of the negative ELBO in nats, each from `draws` strata of time.
+    """(B, replicates) float64, independent estimates of the negative ELBO in nats, a time in each of `draws` strata.
 
     The ELBO does not depend on the masking. `quadratic` is used, since with the others a rare masked token near t = 0
     has so large a weight that the variance is infinite.

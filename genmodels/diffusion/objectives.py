@@ -270,7 +270,7 @@ def step_above(u: Tensor, num_steps: int) -> Tensor:
 class Hybrid(Simple):
     """L_hybrid = L_simple + share * L_vlb, with the mean detached in L_vlb, so that this trains the variances only.
 
-        L_vlb = (K + 1) L_k in bits/dim,   L_0 the reconstruction, L_1 .. L_K the terms of the ELBO, k drawn
+        L_vlb = (K + 1) L_k in bits/dim,   L_0 the reconstruction, L_1 .. L_K the terms of -ELBO, k drawn
 
     Both parts are taken at the same t_k of the ELBO's grid.
 

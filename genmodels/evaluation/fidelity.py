@@ -150,8 +150,8 @@ def kernel_distance(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Ten
         h_ij = k(a_i, a_j) + k(b_i, b_j) - k(a_i, b_j) - k(a_j, b_i)
 
     The variance is that of the mean of h, without the pairs (a_i, b_i), with moments estimated without bias, from four
-    items on. Between two sets of one distribution, where the covariance is zero and
-    its estimate is kept from being negative, the error is too large, by factors of 1.2 to 1.3.
+    items on. Between two sets of one distribution, where the covariance is zero and its estimate is kept from being
+    negative, the error is too large, by factors of 1.2 to 1.3.
 
     Source: Gretton et al. 2012, "A kernel two-sample test", lemma 6; variance of U-statistics: Hoeffding 1948.
 

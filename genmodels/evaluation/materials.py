@@ -232,7 +232,7 @@ def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key
     items, labels = [], []
     for name in names:
         if isinstance(name, int) or str(name).isdigit():
-            batch = datamodule().items("test", [min(int(name), 2**63 - 1)])
+            batch = datamodule().items("test", [max(-1, min(int(name), 2**63 - 1))])
             if len(names) == 1:
                 return batch
             items.append(batch.x)

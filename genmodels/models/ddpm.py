@@ -52,8 +52,8 @@ class DDPM(DiffusionModel):
             by default.
         zero_terminal_snr: change the schedule so that no signal is left at t = 1.
         parameterisation: what the network predicts: `eps`, `x0`, `v` or `edm` (F of Karras et al. 2022).
-        objective: `simple` (mean squared error), `vlb` (the ELBO itself), `hybrid` (simple, and the ELBO for learned
-            variances) or `continuous` (the ELBO of infinitely many steps).
+        objective: `simple` (mean squared error), `vlb` (the negative ELBO itself), `hybrid` (simple, and the
+            negative ELBO for learned variances) or `continuous` (that of infinitely many steps).
         weighting: of the noise levels in `simple` and `hybrid`: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).

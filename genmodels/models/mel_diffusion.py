@@ -313,7 +313,7 @@ class MelDiffusion(AlignedModel):
         return result
 
     def _prior(self, alignment: str, batch: Batch) -> dict[str, Tensor]:
-        """-log of the prior of one alignment of each item, as a named part of the ELBO."""
+        """-log of the prior of one alignment of each item, as a named part of the negative ELBO."""
         if alignment == "best":
             return {}
         return {"alignment": log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()}

@@ -46,7 +46,7 @@ class MelDDPM(MelDiffusion):
         P_ij = log N(y_j; mu_i, I),  y the whitened noisy mel;    A* = the best monotonic alignment,  m_j = mu_A*(j)
         u = y - m,   u_t = alpha_t u + sigma_t eps,    at t = 1 the mel is N(m, temperature^2 I)
         loss = objective(u | m) - sum P A* / (80 T) + mean (log d - log d_A*)^2
-        log p(x | text) >= bound(u | m) - log C(T-1, N-1) - D log s
+        log p(x | text) >= ELBO(u | m) - log C(T-1, N-1) - D log s
 
     The shift by m has no volume, so a bound on log p(u | m) is one on log p(y | text, A*), and with the prior of that
     alignment, 1 / C(T-1, N-1), one on the sum over all alignments: the quantity that `model=glow_tts` states. The value

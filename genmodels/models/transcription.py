@@ -13,8 +13,8 @@ from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError, an, as_input_errors, check_number
 from genmodels.core.files import located, read_text
-from genmodels.data.utterances import FLOOR, padded_tokens
-from genmodels.models.build import build
+from genmodels.data.utterances import FLOOR, default_multiple, padded_tokens
+from genmodels.models.build import TARGET
 from genmodels.models.checkpoint import load_model
 from genmodels.models.recognizer import Recognizer
 from genmodels.speech.audio import MelConfig, log_mel, resample
@@ -124,7 +124,7 @@ class TrainedRecogniser:
         if not self.model.writes_words:
             raise InputError(f"recognizer={ckpt} writes phonemes, which cannot be compared with words: train one with "
                              "data.symbols=characters")
-        self.config, self.multiple = MelConfig(**self.model.spec.mel), length_multiple(header, trust)
+        self.config, self.multiple = MelConfig(**self.model.spec.mel), length_multiple(header)
         self.how = Search(beam=beam)
         self.name = f"recognizer {checkpoint_hash(path)[:8]}" + f", beam {beam}" * (beam > 1)
 
@@ -153,16 +153,21 @@ class TrainedRecogniser:
         return with_silence(log_mel(heard, self.config), self.multiple)[None].to(self.model.device)
 
 
-def length_multiple(header: dict, trust: Iterable[str] = ()) -> int:
-    """The number of which the data of a checkpoint make all lengths multiples, in frames; 1 where they do not."""
-    data = header["config"].get("data")
-    return getattr(build(data, trust=trust), "multiple", 1) if data else 1
+def length_multiple(header: dict) -> int:
+    """The number of which `data=speech` made all lengths multiples in the training of a checkpoint, in frames.
+
+    Shards do not say theirs and get the default; other classes of data 1.
+    """
+    data = header["config"].get("data") or {}
+    ours = str(data.get(TARGET, "")).startswith("genmodels.")
+    return data.get("multiple") or (default_multiple(data.get("layout")) if ours else 1)
 
 
 def with_silence(mel: Tensor, multiple: int) -> Tensor:
     """A mel (n_mels, T) with frames of silence up to a multiple of some length, as a recogniser has them in training.
 
     Example:
+        >>> import torch
         >>> with_silence(torch.zeros(80, 5), 4).shape
         torch.Size([80, 8])
     """

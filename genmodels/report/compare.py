@@ -19,7 +19,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
-from genmodels.core.errors import InputError, Interrupted, RunError
+from genmodels.core.errors import InputError, Interrupted, RunError, counted
 from genmodels.core.files import cache_folder, write_text, write_whole
 from genmodels.core.processes import Ranks
 from genmodels.evaluation.checkpoint import Opened, Request
@@ -403,7 +403,7 @@ def as_text(table: Table) -> str:
 
 
 def _summary_title(table: Table) -> str:
-    return f"{table.data.name}, {table.data.split} split, {table.data.items} items"
+    return f"{table.data.name}, {table.data.split} split, {counted(table.data.items, 'item')}"
 
 
 def as_markdown(table: Table) -> str:

@@ -274,7 +274,7 @@ def cost(models: list[Model]) -> list[Listing]:
 
 
 def by_noise_level(models: list[Model]) -> list:
-    """The ELBO of diffusion models over log-SNR: the area under a curve is its part of the ELBO."""
+    """The bounds on the NLL of diffusion models over log-SNR: the area under a curve is the diffusion part of one."""
     curves: dict[str, list[Series]] = {}
     for model in models:
         profile = model.report.profile.diffusion
@@ -290,7 +290,7 @@ def by_noise_level(models: list[Model]) -> list:
         heights = [float(h) if math.isfinite(h) else None for _, _, h in bins]
         name = f"{model.name} ({float(sum(costs)):.3f} {unit} in all)"
         curves.setdefault(unit, []).append(Series(name, ends, heights, "steps", colour=model.number))
-    return [figure(some, f"Cost of the ELBO by noise level, {unit}", "log SNR (left: noise, right: data)",
+    return [figure(some, f"Bound on the NLL by noise level, {unit}", "log SNR (left: noise, right: data)",
                    f"{unit} for each unit of log SNR", note="The diffusion terms alone, averaged over the items.")
             for unit, some in curves.items()]
 

@@ -32,7 +32,7 @@ _POINTS = 2000  # validation items that determine its extent
 
 
 class NoiseLevels(Callback):
-    """A picture of a diffusion bound as a function of log-SNR; the area under the curve is the ELBO.
+    """A picture of a diffusion bound as a function of log-SNR; the area under the curve is its diffusion part.
 
     Arguments:
         run_dir: the run folder; pictures go to its `noise_levels`.

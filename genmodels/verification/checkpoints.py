@@ -184,7 +184,7 @@ def integrates_to_one(s: ModelSubject) -> Measured:
 BOUND_CHECKS = CheckSet()
 
 
-@BOUND_CHECKS.add("prior + terms + reconstruction = bound", 1e-6, "the named parts add up to the ELBO")
+@BOUND_CHECKS.add("prior + terms + reconstruction = bound", 1e-6, "the named parts add up to the negative ELBO")
 def parts_add_up(s: ModelSubject) -> Measured:
     """Nats per dimension."""
     total = sum(part.double() for part in s.likelihood.parts.values())

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from genmodels.cli.compose import composer
 from genmodels.cli.schema import Schema
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
-from genmodels.core.files import CONFIG_DIR, groups, in_hydra
+from genmodels.core.files import CONFIG_DIR, groups, in_hydra, literal, quoted
 from genmodels.models.build import build
 
 GROUPS = groups()
@@ -268,3 +270,14 @@ def test_names_of_digits_keep_their_underscores_and_numbers_may_have_them():
     with composer("train") as hydra:
         found = hydra.compose(["run_dir=2024_01_31", "trainer.max_steps=1_000"])
     assert (found["run_dir"], found["trainer"]["max_steps"]) == ("2024_01_31", 1000)
+
+
+@pytest.mark.parametrize("text", [
+    "plain", "it's", "a\\b.wav", "C:\\", "C:\\\\", "a\\'b", "a\\\\'", "$5 {x}",
+    "${x}.wav", "a\\${x}", "a\\\\${y}", "it's ${oc.env:HOME}",
+])  # fmt: skip
+def test_quoted_texts_are_read_as_they_are(text):
+    """A literal text also where it looks like an interpolation, which a quoted one with `${` is."""
+    parser = OverridesParser.create()
+    for quote in (literal, quoted) if "${" not in text else (literal,):
+        assert OmegaConf.create({"text": parser.parse_override(f"text={quote(text)}").value()})["text"] == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import sys
@@ -11,33 +10,11 @@ import types
 from pathlib import Path
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from omegaconf import open_dict
 
 from genmodels.cli import main as cli
 from genmodels.cli.sweep import Point
 from genmodels.core.errors import RunError
 from genmodels.training.run import Outcome
-
-
-@pytest.fixture(scope="module", autouse=True)
-def composed_once():
-    """Hydra composes the same words into the same configuration: once here, as it takes far longer than a copy."""
-    found, load = {}, ConfigLoaderImpl.load_configuration
-
-    def once(self, config_name, overrides, run_mode, **options):
-        places = [(source.scheme(), source.path) for source in self.repository.get_sources()]
-        key = repr((config_name, overrides, run_mode, sorted(options.items()), places, sys.argv[0]))
-        if key not in found:
-            found[key] = load(self, config_name, overrides, run_mode, **options)
-        config = copy.deepcopy(found[key])
-        with open_dict(config):
-            config.hydra.runtime.cwd = os.getcwd()
-        return config
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfigLoaderImpl, "load_configuration", once)
-        yield
 
 
 @pytest.fixture

@@ -160,18 +160,30 @@ def test_the_other_recordings_are_transcribed_where_one_cannot_be_read(ckpt, tmp
     assert "has 8,000 samples a second and no sound above 4,000 Hz" in capsys.readouterr().err
 
 
-def test_recordings_have_the_silence_at_their_end_that_the_data_give_them(ckpt, tmp_path):
-    """Of data with multiple=2 a mel of 157 frames has 158 in training, evaluation and here."""
+def test_recordings_have_the_silence_at_their_end_that_the_data_give_them(ckpt, tmp_path, monkeypatch):
+    """Of data with multiple=2 a mel of 157 frames has 158 in training, evaluation and here; no word ends in them."""
     model, header = load_model(located(ckpt))
     path = f"{tmp_path}/odd.wav"
     write_wav(path, speechlike(157 * 256, 3), 22050)
     bare = recorded(path, model.spec.mel)
-    assert bare.x.shape[2] == 157 and length_multiple(header) == 2
-    ((_, batch),) = transcribe.recordings(model, header, [path], [])
-    assert batch.x.shape[2] == 158 and torch.equal(batch.x[..., :157], bare.x)
+    assert bare.shape[1] == 157 and length_multiple(header) == 2
+    ((_, batch, seconds),) = transcribe.recordings(model, header, [path])
+    assert batch.x.shape[2] == 158 and torch.equal(batch.x[0, :, :157], bare) and seconds == 157 * 256 / 22050
     assert torch.equal(batch.x[..., 157], torch.full_like(batch.x[..., 157], FLOOR))
     wave, rate = read_wav(path)
     assert TrainedRecogniser(str(ckpt), "cpu")._mel(wave, rate).shape[2] == 158
+    monkeypatch.setattr(Recognizer, "times", lambda *given, **options: [("so", 1.0, 9.0)])
+    (found,) = gm.load(ckpt).transcribe(path, times=True)
+    assert found.words == [("so", 1.0, seconds)]
+
+
+@pytest.mark.parametrize("data, expected", [
+    ({"_target_": "genmodels.data.speech.Speech"}, 2), ({"_target_": "genmodels.data.speech.Speech", "multiple": 6}, 6),
+    ({"_target_": "genmodels.data.speech.Speech", "layout": "folder", "multiple": None}, 8), ({}, 1), (None, 1),
+    ({"_target_": "genmodels.data.shards.Shards", "former": 1}, 2), ({"_target_": "mine.Data"}, 1),
+])  # fmt: skip
+def test_lengths_are_multiples_of_a_number_that_the_data_state(data, expected):
+    assert length_multiple({"config": {"data": data}}) == expected
 
 
 @pytest.mark.parametrize("words, said", [

@@ -47,7 +47,7 @@ def patient():
 
 
 @fork
-@pytest.mark.parametrize("how", ["spawn", "fork", "fork", "fork"])
+@pytest.mark.parametrize("how", ["spawn", *["fork"] * 5])
 def test_a_process_that_is_lost_ends_the_others(how, capfd, patient, monkeypatch):
     """The other one, which loses its connection, ends at nearly the same moment: the launcher blames the right one."""
     if how == "fork":

@@ -285,7 +285,7 @@ def test_that_check_catches_probes_drawn_anew_at_every_step(monkeypatch):
     given = {"generator": KeyedGenerator(0, torch.arange(1), "test")}
     usual = int(steady(exact_denoiser("gaussian"), points(1), TOP, **given).evaluations)
     monkeypatch.setattr(ode_module, "hutchinson", fresh)
-    monkeypatch.setattr(solvers_module, "_MOST_STEPS", 300)
+    monkeypatch.setattr(solvers_module, "_MOST_STEPS", 100)
     try:
         taken = int(steady(exact_denoiser("gaussian"), points(1), TOP, **given).evaluations)
     except solvers_module.SolverError:

@@ -106,10 +106,10 @@ def test_adaptation_finds_the_wanted_acceptance_and_then_stands_still(name, want
 
     # In few dimensions the acceptance of long moves falls off a cliff, and no step has just that one.
     model, start = Quadratic(torch.eye(30, dtype=torch.float64)), torch.zeros(32, 30, dtype=torch.float64)
-    result = run_chains(model, Watched(), start, keyed(torch.arange(32)), steps=100, warm_up=300)
+    result = run_chains(model, Watched(), start, keyed(torch.arange(32)), steps=50, warm_up=220)
     assert float(result.acceptance.mean()) == pytest.approx(wanted, abs=0.08)
     assert not torch.equal(sizes[10], sizes[20])
-    assert all(torch.equal(size, result.step_size) for size in sizes[300:])
+    assert all(torch.equal(size, result.step_size) for size in sizes[220:])
 
 
 def test_what_the_summary_holds():
@@ -157,9 +157,9 @@ def test_callback_and_condition():
             return 50 * (x[:, 0] - cond).square()
 
     seen, cond = [], torch.tensor([-1.0, 2.0, 5.0])
-    result = run_chains(Conditional(), HMC(step_size=0.02), torch.zeros(3, 1), keyed(torch.arange(3)), steps=200,
-                        warm_up=100, cond=cond, callback=lambda i, x: seen.append(i))  # fmt: skip
-    assert seen == list(range(300))
+    result = run_chains(Conditional(), HMC(step_size=0.02), torch.zeros(3, 1), keyed(torch.arange(3)), steps=120,
+                        warm_up=80, cond=cond, callback=lambda i, x: seen.append(i))  # fmt: skip
+    assert seen == list(range(200))
     assert ((result.draws.mean(0)[:, 0] - cond).abs() < 0.1).all()
 
 

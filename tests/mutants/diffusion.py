@@ -197,10 +197,8 @@ def _denoiser(change, *failing: str) -> Mutant:
     return Mutant(make, lambda made: check_denoiser(made, (2,)), frozenset(failing))
 
 
-#: Sound ones, then one mutant after the other.
+#: A sound denoiser, and one mutant after the other; tests/diffusion/table.py has the sound samplers.
 MUTANTS: dict[str, Mutant] = {
-    "nothing (sampler)": _sampler(HeunSampler),
-    "nothing (noisy sampler)": _sampler(DDPMSampler),
     "noise at the end": _sampler(NoisyEnd, "clean end", "point mass"),
     "noise without a seed": _sampler(GlobalNoise, "pure step", "rows independent", "temperature"),
     "samples lean on the first": _sampler(Leaning, "rows independent", "trajectory", "spread"),
