@@ -29,7 +29,8 @@ def main(words: list[str]) -> int:
     Raises:
         InputError: for a list without data, or without its file's name.
     """
-    failed, words, fix_list = [], list(words), None
+    failed, fix_list = [], None
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--fix-list=") else [word])]
     if "--fix-list" in words:
         place = words.index("--fix-list")
         if len(words) < 3 or place + 1 == len(words):

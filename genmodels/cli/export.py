@@ -247,7 +247,12 @@ def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tupl
         raise InputError(f"a .onnx needs the package {error.name}: pip install 'genmodels[export]'; a .pt2 needs none"
                          ) from None
     del onnxscript
-    written = torch.onnx.export(program, examples, input_names=names, output_names=outputs, dynamo=True, verbose=False)
+    try:
+        written = torch.onnx.export(program, examples, input_names=names, output_names=outputs, dynamo=True,
+                                    verbose=False)  # fmt: skip
+    except Exception as error:  # the exporter raises errors of many classes
+        raise RunError(f"ONNX cannot hold {', '.join(outputs)} of this network ({with_class(error)}); out=model.pt2 or "
+                       "out=model.safetensors can") from error
     proto = written.model_proto
     onnx.helper.set_model_props(proto, {"genmodels": text})
     return proto.SerializeToString()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from genmodels import __version__
 from genmodels.core.checkpoint import checkpoint_hash, origin
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, an
 from genmodels.core.files import EXPORTED, HUB, located, place_of, write_text
 from genmodels.core.likelihood import value_of, with_error
 from genmodels.core.samples import SamplingOptions
@@ -45,6 +48,8 @@ def run(
         raise InputError(f"to={to}: a repository of the hub is user/name")
     if not licence.strip():
         raise InputError("licence is empty: name one, such as mit or cc-by-4.0")
+    if not licence.isprintable():
+        raise InputError("licence is a name on one line, such as mit or cc-by-4.0")
     place = None if out is None else Path(out).expanduser()
     if place is not None and (place.is_file() or place.suffix[1:].isalpha() and not place.is_dir()):
         raise InputError(f"out={out}: the files of a model are written to a folder")
@@ -101,10 +106,11 @@ def card(model, header: dict, likelihoods: list[str], licence: str, to: str | No
               f'gm.load("{name}").sample({"" if spec.text else 16}).show()', "```", ""]
     kind = "continuous values" if spec.levels is None else f"integers of {spec.levels} levels"
     classes = "" if spec.num_classes is None else f", {spec.num_classes} classes"
+    named = yaml.safe_dump({"license": licence.strip()}, width=math.inf, allow_unicode=True).strip()
     lines = [
-        "---", f"license: {licence.strip()}", LIBRARY, f"tags: [genmodels, {family}]", "---",
+        "---", named, LIBRARY, f"tags: [genmodels, {family}]", "---",
         "", f"# {family} of {spec.name}", "",
-        f"A {family} with {header['parameters']:,} parameters, trained for {header['step']:,} steps on "
+        f"{an(family).capitalize()} with {header['parameters']:,} parameters, trained for {header['step']:,} steps on "
         f"{spec.name}: {' x '.join(map(str, spec.event_shape))}, {kind}{classes}. Made with genmodels "
         f"{header['genmodels']}.", "",
     ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from genmodels.core.data import Batch, DataSpec, require_precision
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, counted
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows, spread_rows
 from genmodels.data.loading import BatchDataset, TensorData
 
@@ -181,8 +181,7 @@ def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
     width = len(heading or next(iter(lines.values())))
     for number, cells in lines.items():
         if len(cells) != width:
-            count = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
-            return f", line {number} has {count}, where the table has {width} columns"
+            return f", line {number} has {counted(len(cells), 'cell')}, where the table has {width} columns"
         for column, cell in enumerate(cell.strip(' "\n') for cell in cells):
             if not _is_number(cell):
                 found = f"{cell!r} is not a number" if cell else "the cell is empty"
@@ -286,9 +285,9 @@ class Arrays(DataModule):
             if set(parts) != {"all"}:
                 raise InputError(f"data.labels is for a file without splits, but {self.file} has {', '.join(parts)}")
             parts["all"] = (parts["all"][0], next(iter(read_arrays(self.labels).values())))
-        shapes = {tuple(x.shape[1:]) for x, _ in parts.values()}
-        if len(shapes) > 1:
-            raise InputError(f"{self.file}: the splits hold items of different shapes {sorted(shapes)}")
+        forms = {(tuple(x.shape[1:]), x.dtype.kind.replace("u", "i").replace("b", "i")) for x, _ in parts.values()}
+        if len(forms) > 1:
+            raise InputError(f"{self.file}: the splits hold items of different shapes or types {sorted(forms)}")
         first = next(iter(parts.values()))[0]
         kind = kind_of_items(first, self.layout, self.levels, self.file)
         if self.flip and len(kind.event(first.shape)) != 3:
@@ -444,7 +443,8 @@ def _read_labels(found: dict, file: Path) -> tuple[dict[str, Tensor | None], tup
             raise InputError(f"{file}: labels of shape {y.shape} for {found[name][0]} items")
         if y.dtype.kind not in "iubUS":
             raise InputError(f"{file}: labels of type {y.dtype}; expected integers or texts")
+        given[name] = y.astype(np.int64) if y.dtype.kind in "iub" else y  # numpy joins int64 and uint64 as floats
     values = np.unique(np.concatenate(list(given.values())))
     plain = values.dtype.kind in "iub" and (values == np.arange(len(values))).all()
-    names = () if plain else tuple(v.decode() if isinstance(v, bytes) else str(v) for v in values.tolist())
+    names = () if plain else tuple(v.decode(errors="replace") if type(v) is bytes else str(v) for v in values.tolist())
     return {name: torch.from_numpy(np.searchsorted(values, y)) for name, y in given.items()}, names, len(values)

@@ -41,6 +41,7 @@ def image_files(root: Path) -> list[str]:
             continue
         visited.add((status.st_dev, status.st_ino))
         below[:] = [name for name in below if not name.startswith((".", "__MACOSX"))]
+        below.sort(key=lambda name: (os.path.islink(os.path.join(folder, name)), name))  # a folder before links to it
         images = (f for f in files if not f.startswith(".") and os.path.splitext(f)[1].lower() in SUFFIXES)
         found += [os.path.relpath(os.path.join(folder, name), root) for name in images]
     return sorted(found)
@@ -69,12 +70,12 @@ def fitted(image: Image.Image, size: tuple[int, int], mode: str, resampling: Ima
     if frames > 1 and image.format not in _SINGLE_PICTURE:
         raise ValueError(f"holds {frames} frames, not one picture")
     image.load()
-    return ImageOps.fit(_eight_bit(ImageOps.exif_transpose(image)).convert(mode), size, resampling)
+    return ImageOps.fit(_eight_bit(ImageOps.exif_transpose(image), image.format).convert(mode), size, resampling)
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
-    """The same picture with 8 bits per channel and no transparency."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+def _eight_bit(image: Image.Image, form: str | None) -> Image.Image:
+    """The same picture, of a file of such a format, with 8 bits per channel and no transparency."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and form in ("PNG", "PPM")):
         wide = np.asarray(image).astype(np.int64)
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
@@ -111,12 +112,12 @@ def in_threads(function: Callable, items: Sequence) -> list:
 def find_problems(root: Path, files: Sequence[str], size: int, channels: int) -> dict[str, str]:
     """The files that cannot be used, with the reason: every file is decoded once and the result kept in an index file.
 
-    The index (one entry per path, with size and time of the file) is in `root`, or in the user's cache folder if root
+    The index (one entry per path, with size, time and channels) is in `root`, or in the user's cache folder if root
     cannot be written.
     """
     known = _read_index(root)
-    stamps = {name: _stamp(root / name) for name in files}
-    unknown = [name for name in files if known.get(name, [None])[:2] != stamps[name]]
+    stamps = {name: [*_stamp(root / name), channels] for name in files}
+    unknown = [name for name in files if known.get(name, [None])[:3] != stamps[name]]
 
     def fault(name: str) -> str | None:
         result = try_decode(root / name, size, channels)
@@ -126,7 +127,7 @@ def find_problems(root: Path, files: Sequence[str], size: int, channels: int) ->
         known[name] = [*stamps[name], reason]
     if unknown:
         _write_index(root, {name: known[name] for name in files})
-    return {name: known[name][2] for name in files if known[name][2] is not None}
+    return {name: known[name][3] for name in files if known[name][3] is not None}
 
 
 def _stamp(path: Path) -> list[int]:
@@ -147,7 +148,7 @@ def _read_index(root: Path) -> dict[str, list]:
         try:
             if place.is_file():
                 content = json.loads(place.read_text(encoding="utf-8"))
-                if content["format"] == 1 and all(map(_is_entry, content["files"].values())):
+                if content["format"] == 2 and all(map(_is_entry, content["files"].values())):
                     return content["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # damaged, or written by another program: every file is decoded again
@@ -155,12 +156,12 @@ def _read_index(root: Path) -> dict[str, list]:
 
 
 def _is_entry(entry) -> bool:
-    size, time, reason = entry
-    return type(size) is type(time) is int and (reason is None or type(reason) is str)
+    size, time, channels, reason = entry
+    return type(size) is type(time) is type(channels) is int and (reason is None or type(reason) is str)
 
 
 def _write_index(root: Path, files: dict[str, list]) -> None:
-    text = json.dumps({"format": 1, "files": files})
+    text = json.dumps({"format": 2, "files": files})
     for place in _index_places(root):
         with contextlib.suppress(RunError):  # try the next place; without any, files are decoded again next time
             return write_whole(place, lambda file: file.write(text), mode="w")

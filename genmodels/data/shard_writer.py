@@ -77,7 +77,9 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
     record = json.loads(json.dumps(record))
     place = out / RECORD
     with _alone(out):
-        before = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else record
+        if not place.is_file() and any(out.glob("*.tar")):
+            raise InputError(f"out={out} holds shards without a record of genmodels: choose another folder")
+        before = _recorded(place) or record
         different = [key for key in record if key != "genmodels" and before.get(key) != record[key]]
         if different:
             raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
@@ -98,8 +100,25 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
         for name in index.shards:
             with open(out / name, "rb") as file:
                 record["shards"][name] = {"bytes": (out / name).stat().st_size, "sha256": checksum(file)}
+        kept = before.get("shards") or {}
+        if changed := [name for name, one in record["shards"].items() if kept.get(name, one) != one]:
+            raise RunError(f"{', '.join(changed)} in {out} differ from what was written: remove these files to write "
+                           "them again, or the folder if the data have changed, and repeat the command")
         write_whole(place, lambda file: json.dump(record, file, indent=1), mode="w")
         index_of(Storage(str(out)), record["shards"], *fields_of(spec))
+    return record
+
+
+def _recorded(place: Path) -> dict | None:
+    """The record in a folder, None if there is none."""
+    if not place.is_file():
+        return None
+    try:
+        record = json.loads(place.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("no table")
+    except ValueError as error:
+        raise InputError(f"{place} is damaged ({error}): remove the folder and repeat the command") from None
     return record
 
 

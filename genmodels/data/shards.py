@@ -244,6 +244,9 @@ class Shards(DataModule):
         if self.flip and not form.spec.is_image:
             raise InputError(f"data.flip=true is for images, but {self.root} holds {form.spec.event_shape}")
         labels = None if form.spec.num_classes is None else torch.from_numpy(index.items["label"].copy())
+        if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < form.spec.num_classes:
+            raise InputError(f"{self.root} holds classes {int(labels.min())} to {int(labels.max())}, of "
+                             f"{form.spec.num_classes}: write the shards again")
         given = splits_of(index.shards)
         given = None if given is None else given[torch.from_numpy(index.items["shard"].astype(np.int64))]
         rows = rows_of_splits(given, labels, len(index.items), self.fractions, self.seed)
@@ -370,6 +373,8 @@ def read_record(storage: Storage) -> dict | None:
             return None
         DataSpec.from_dict(record["spec"])
         shards = record["shards"]
+        for one in (shards or {}).values():
+            one["bytes"], one["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{storage.path(RECORD)} is damaged ({error}): copy it again") from None
     if shards is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +78,18 @@ def test_onnx_by_onnxruntime(tmp_path):
     expected = model.core.at_log_snr(x, log_snr)
     assert torch.allclose(torch.from_numpy(x0), expected.x0, atol=1e-4) and eps.shape == (1, 2)
     assert json.loads(session.get_modelmeta().custom_metadata_map["genmodels"])["data"]["name"] == "plane"
+
+
+def test_what_onnx_cannot_hold_is_one_error(tmp_path, monkeypatch):
+    def refuse(*given, **options):
+        raise ValueError("no ONNX function found")
+
+    monkeypatch.setattr(torch.onnx, "export", refuse)
+    for name in ("onnx", "onnxscript"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    with pytest.raises(RunError, match="ONNX cannot hold x0, eps of this network .*no ONNX function found"):
+        export(ddpm(), ddpm().header(), tmp_path / "network.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_each_family_gives():

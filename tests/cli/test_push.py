@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+import yaml
 
 import genmodels as gm
 from genmodels.cli.main import main
@@ -98,8 +99,15 @@ def test_a_card_says_what_is_not_usual(folder, tmp_path, change, said):
     assert said in card and ("items of" in card) == bool(report["likelihood"])
 
 
+@pytest.mark.parametrize("licence", ["a: b", "[x", "no", "mit # and more", "- y", "{a}", "'"])
+def test_any_name_of_a_licence_is_yaml(folder, licence, tmp_path):
+    gm.load(folder).push(licence=licence, out=tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == licence
+
+
 @pytest.mark.parametrize("words, said", [
-    (["licence=mit"], "to=user/name"),
+    (["licence=mit"], "to=user/name"), (["licence='a\nb'", "out=card"], "licence is a name on one line"),
     (["licence=mit", "to=name"], "is user/name"),
     (["to=a/b"], "licence"),
     (["licence=mit", "out=a.zip"], "written to a folder"),

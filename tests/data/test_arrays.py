@@ -238,6 +238,21 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "only train has labels" in line("i.npz")
 
 
+@pytest.mark.parametrize("other", [float, complex, str])
+def test_splits_of_other_types_are_refused(other, tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=NHWC, x_test=NHWC.astype(other))
+    with pytest.raises(InputError, match="items of different shapes or types"):
+        Arrays(file=str(tmp_path / "a.npz")).prepare()
+
+
+def test_labels_of_other_integer_types_are_the_same_classes(tmp_path):
+    """numpy joins int64 and uint64 as floats, in which large numbers are one."""
+    y = 2**60 + np.arange(50) % 3
+    np.savez(tmp_path / "a.npz", x_train=NHWC, x_test=NHWC, y_train=y, y_test=y.astype(np.uint64))
+    spec = Arrays(file=str(tmp_path / "a.npz")).prepare().spec
+    assert spec.class_names == tuple(str(2**60 + k) for k in range(3))
+
+
 def test_splits_by_their_plain_names_have_their_labels(tmp_path):
     np.savez(tmp_path / "a.npz", train=NHWC, test=NHWC, y_train=np.arange(50) % 3, y_test=np.arange(50) % 3)
     data = Arrays(file=str(tmp_path / "a.npz")).prepare()

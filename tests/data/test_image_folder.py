@@ -213,7 +213,9 @@ def test_what_was_examined_is_remembered_until_a_file_changes(folder, monkeypatc
     assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"} and len(looked) == 1
     (folder / INDEX_NAME).write_text("{ not json")
     assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"} and len(looked) == 31
-    assert json.loads((folder / INDEX_NAME).read_text())["files"][files[4]][2] == "empty file"
+    assert json.loads((folder / INDEX_NAME).read_text())["files"][files[4]][3] == "empty file"
+    looked.clear()
+    assert find_problems(folder, files, 8, 1) == {files[4]: "empty file"} and len(looked) == 30  # read in other colours
 
 
 def test_the_index_moves_to_the_cache_where_the_folder_cannot_be_written(folder, tmp_path, monkeypatch):
@@ -298,6 +300,23 @@ def test_one_folder_is_no_class_and_other_files_do_not_matter(tmp_path):
     module = ImageFolder(root=str(root), size=8, channels=1).prepare()
     assert (module.spec.num_classes, module.spec.event_shape) == (None, (1, 8, 8))
     assert sum(len(module.split(s)) for s in ("train", "val", "test")) == 20
+
+
+def test_a_folder_comes_before_links_to_it(tmp_path):
+    for name in "bd":
+        (tmp_path / name).mkdir()
+        picture(3).save(tmp_path / name / "1.png")
+    for link, to in (("a", "b"), ("c", "d"), ("e", "b")):
+        os.symlink(tmp_path / to, tmp_path / link)
+    assert image_files(tmp_path) == ["b/1.png", "d/1.png"]
+
+
+def test_sixteen_bits_of_a_grey_map(tmp_path):
+    for most in (65535, 1023):
+        levels = np.array([[0, most // 3], [most // 2, most]], dtype=">u2")
+        (tmp_path / "grey.pgm").write_bytes(f"P5 2 2 {most}\n".encode() + levels.tobytes())
+        found = decode(tmp_path / "grey.pgm", 2, 1)[0].double()
+        assert (found - torch.from_numpy(levels.astype(float)) * 255 / most).abs().max() <= 0.51
 
 
 @pytest.mark.parametrize("names", [("train", "val", "test"), ("train", "valid"), ("train", "test")])

@@ -179,6 +179,34 @@ def test_a_damaged_shard_is_not_recorded_as_whole(tmp_path):
         write_shards(small(), out, 10, {})
 
 
+def test_a_shard_that_was_altered_is_not_recorded_anew(tmp_path):
+    """The record still tells what was written; without the shard it is written again."""
+    out = tmp_path / "out"
+    write_shards(small(), out, 10, {})
+    before, altered = bytes_of(out), bytearray((out / "train-000001.tar").read_bytes())
+    altered[700] ^= 1
+    (out / "train-000001.tar").write_bytes(altered)
+    with pytest.raises(RunError, match="train-000001.tar in .* differ from what was written: remove these files"):
+        write_shards(small(), out, 10, {})
+    assert (out / RECORD).read_bytes() == before[RECORD]
+    (out / "train-000001.tar").unlink()
+    write_shards(small(), out, 10, {})
+    assert bytes_of(out) == before
+
+
+def test_folders_of_others_and_damaged_records_are_refused(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train-000000.tar").write_bytes(b"mine")
+    with pytest.raises(InputError, match="holds shards without a record of genmodels: choose another folder"):
+        write_shards(small(), out, 10, {})
+    assert bytes_of(out) == {"train-000000.tar": b"mine"}
+    for content in ('{"genmodels":1', "[]"):
+        (out / RECORD).write_text(content)
+        with pytest.raises(InputError, match="dataset.json is damaged"):
+            write_shards(small(), out, 10, {})
+
+
 def test_two_writers_do_not_share_a_folder(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     out = tmp_path / "out"

@@ -17,6 +17,7 @@ from genmodels.data.shard_writer import write_shards
 from genmodels.data.shards import RECORD, ShardData, Shards, splits_of
 from genmodels.data.tars import write_tar
 from genmodels.data.toy import Toy
+from genmodels.data.vision import Digits
 
 
 def image(number: int) -> bytes:
@@ -200,6 +201,17 @@ def test_recorded_shards_are_compared_with_their_record(written):
     (written / RECORD).write_text("{}x")
     with pytest.raises(InputError, match="dataset.json is damaged .*: copy it again"):
         Shards(root=str(written)).prepare()
+
+
+def test_a_record_without_checksums_and_labels_beyond_the_classes(tmp_path):
+    write_shards(Digits().prepare(), tmp_path / "set", 500, {})
+    record = json.loads((tmp_path / "set" / RECORD).read_text())
+    (tmp_path / "set" / RECORD).write_text(json.dumps(record | {"spec": record["spec"] | {"num_classes": 7}}))
+    with pytest.raises(InputError, match="holds classes 0 to 9, of 7: write the shards again"):
+        Shards(root=str(tmp_path / "set")).prepare()
+    (tmp_path / "set" / RECORD).write_text(json.dumps(record | {"shards": dict.fromkeys(record["shards"], {})}))
+    with pytest.raises(InputError, match="dataset.json is damaged .*bytes"):
+        Shards(root=str(tmp_path / "set")).prepare()
 
 
 def test_doctor_compares_checksums(written):
