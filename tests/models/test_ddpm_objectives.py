@@ -150,7 +150,7 @@ def test_the_steps_of_a_table_are_its_own():
         ({"variance": "learned"}, "objective=simple trains no variance: choose hybrid or vlb"),
         ({"objective": "continuous", "variance": "learned"}, "objective=continuous trains no variance"),
         ({"objective": "vlb", "weighting": "min_snr"}, "weighting=min_snr is for objective=simple and hybrid"),
-        ({"schedule": "learned"}, "a learned schedule needs the bound"),
+        ({"schedule": "learned"}, "a learned schedule needs the ELBO"),
         ({"parameterisation": "eps", "zero_terminal_snr": True}, "eps carries no signal at SNR 0: choose v or x0"),
         ({"parameterisation": "eps", "schedule": "sigmoid"}, "eps carries no signal at SNR 0"),
         ({"schedule": "linear", "num_steps": 30, "log_snr_ends": [7, -10]}, "log_snr_ends is for schedule=cosine"),
