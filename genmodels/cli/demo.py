@@ -41,7 +41,7 @@ _MOMENTS = 20  # on the slider of a trajectory
 _RECORDED = 4 * _MOMENTS  # from which they are chosen
 _LARGE = 256  # height in pixels of a picture to paint on
 _USUAL = ("cond", "steps", "sampler", "guidance", "temperature", "seed")  # options on most tabs
-_OPEN = (("steps", 0), ("cond", ""), ("sampler", ""))  # what leaves an option to the model
+_UNSET = (("steps", 0), ("cond", ""), ("sampler", ""))  # what leaves an option to the model
 _SHUTDOWN = 2  # seconds that open connections have when the server ends
 #: A content security policy: the browser connects to no other machine.
 _POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"
@@ -71,7 +71,7 @@ def run(
         raise InputError("ckpt=[] names no checkpoint")
     models = [gm.load(name, device=device, trust=trust or []) for name in names]
     try:
-        _open(models, host, port)
+        _show(models, host, port)
     except Interrupted as stopped:
         if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
             message, code = explain("demo", stopped)
@@ -80,7 +80,7 @@ def run(
         raise
 
 
-def _open(models: list[gm.Model], host: str, port: int) -> None:
+def _show(models: list[gm.Model], host: str, port: int) -> None:
     with listening(host, port) as opened, tempfile.TemporaryDirectory(prefix="genmodels-demo-") as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder  # what was dropped on the page is gone with it
         blocks = page(models)
@@ -266,7 +266,7 @@ def answer(function: Callable, names: list[str], *given: Any) -> Any:
 
     first = len(given) - len(names)
     options = {name: value for name, value in zip(names, given[first:], strict=True)
-               if value is not None and (name, value) not in _OPEN}
+               if value is not None and (name, value) not in _UNSET}
     try:
         return function(*given[:first], **options)
     except Exception as error:

@@ -23,7 +23,7 @@ from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import checksum, open_lock, write_whole
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.image_folder import listed
-from genmodels.data.shards import RECORD, fields_of
+from genmodels.data.shards import RECORD, fields_of, read_record
 from genmodels.data.tars import Storage, index_of, write_tar
 
 
@@ -77,9 +77,11 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
     record = json.loads(json.dumps(record))
     place = out / RECORD
     with _alone(out):
-        if not place.is_file() and any(out.glob("*.tar")):
+        there = {path.name for path in out.glob("*.tar")}
+        before = read_record(Storage(str(out)), complete=False)
+        if before is None and (there or place.is_file()):
             raise InputError(f"out={out} holds shards without a record of genmodels: choose another folder")
-        before = _recorded(place) or record
+        before = before or record
         different = [key for key in record if key != "genmodels" and before.get(key) != record[key]]
         if different:
             raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
@@ -101,24 +103,11 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
             with open(out / name, "rb") as file:
                 record["shards"][name] = {"bytes": (out / name).stat().st_size, "sha256": checksum(file)}
         kept = before.get("shards") or {}
-        if changed := [name for name, one in record["shards"].items() if kept.get(name, one) != one]:
-            raise RunError(f"{', '.join(changed)} in {out} differ from what was written: remove these files to write "
-                           "them again, or the folder if the data have changed, and repeat the command")
+        if changed := [name for name in sorted(there & kept.keys()) if kept[name] != record["shards"][name]]:
+            raise RunError(f"{', '.join(changed)} in {out} differ from what was written: remove these files and repeat "
+                           "the command")
         write_whole(place, lambda file: json.dump(record, file, indent=1), mode="w")
         index_of(Storage(str(out)), record["shards"], *fields_of(spec))
-    return record
-
-
-def _recorded(place: Path) -> dict | None:
-    """The record in a folder, None if there is none."""
-    if not place.is_file():
-        return None
-    try:
-        record = json.loads(place.read_text(encoding="utf-8"))
-        if not isinstance(record, dict):
-            raise ValueError("no table")
-    except ValueError as error:
-        raise InputError(f"{place} is damaged ({error}): remove the folder and repeat the command") from None
     return record
 
 

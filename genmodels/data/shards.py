@@ -358,11 +358,11 @@ def splits_of(shards: Sequence[str]) -> Tensor | None:
     return torch.tensor(found) if len(found) == len(shards) and 0 in found else None
 
 
-def read_record(storage: Storage) -> dict | None:
+def read_record(storage: Storage, complete: bool = True) -> dict | None:
     """The record that `genmodels shards` wrote about its shards, None for shards of other programs.
 
     Raises:
-        InputError: for shards that are not complete.
+        InputError: for a damaged record, and with `complete` for shards that are not.
     """
     content = None if storage.pattern else storage.whole(RECORD)
     if content is None:
@@ -377,6 +377,6 @@ def read_record(storage: Storage) -> dict | None:
             one["bytes"], one["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{storage.path(RECORD)} is damaged ({error}): copy it again") from None
-    if shards is None:
+    if shards is None and complete:
         raise InputError(f"the shards in {storage.address} are not complete: repeat the command genmodels shards")
     return record

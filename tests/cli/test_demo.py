@@ -99,7 +99,8 @@ def test_an_interpolation_is_that_of_the_command(model, digits, tmp_path, monkey
         assert demo.interpolation(model, [1, 2], 3).tobytes() == image.tobytes()
     for ask, part in ((lambda: demo.interpolation(model, [None, 2], 3), "give two items"),
                       (lambda: demo.item(model, None), "give the number of an item"),
-                      (lambda: demo.item(model, 10**30), "indices must lie in 0..358")):
+                      (lambda: demo.item(model, 10**30), "indices must lie in 0..358"),
+                      (lambda: demo.item(model, -(10**30)), "indices must lie in 0..358")):
         with pytest.raises(InputError, match=part):
             ask()
 
@@ -178,7 +179,7 @@ def test_the_page_ends_although_a_click_is_being_computed(digits, capsys, monkey
         raise Interrupted("interrupted")
 
     monkeypatch.setitem(sys.modules, "gradio", types.SimpleNamespace())
-    monkeypatch.setattr(demo, "_open", stop)
+    monkeypatch.setattr(demo, "_show", stop)
     monkeypatch.setattr(os, "_exit", ended := MagicMock())
     assert main(["demo", f"ckpt={digits}"]) == 130 and not ended.called
     over = threading.Event()

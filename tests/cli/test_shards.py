@@ -24,6 +24,8 @@ def test_a_data_set_becomes_shards(tmp_path, capsys):
     (["data=toy"], "out is missing"),
     (["out=x"], "data"),
     (["data=toy", "out=s3://bucket/x"], "out=s3://bucket/x: shards are written to a folder of this machine"),
+    (["data=toy", "out='st*r'"], "data.root could not name this folder, because of *"),
+    (["data=toy", "out=x.tar"], "give it another ending than .tar"),
     (["data=toy", "out=x", "items=0"], "items must be at least 1"),
     (["data=toy", "out=x", "item=3"], "did you mean 'items'"),
 ])  # fmt: skip

@@ -201,10 +201,12 @@ def test_folders_of_others_and_damaged_records_are_refused(tmp_path):
     with pytest.raises(InputError, match="holds shards without a record of genmodels: choose another folder"):
         write_shards(small(), out, 10, {})
     assert bytes_of(out) == {"train-000000.tar": b"mine"}
-    for content in ('{"genmodels":1', "[]"):
+    for content, said in (('{"genmodels":1', "dataset.json is damaged"), ("[]", "without a record of genmodels"),
+                          ('{"name": "mine"}', "without a record of genmodels")):
         (out / RECORD).write_text(content)
-        with pytest.raises(InputError, match="dataset.json is damaged"):
+        with pytest.raises(InputError, match=said):
             write_shards(small(), out, 10, {})
+        assert (out / RECORD).read_text() == content
 
 
 def test_two_writers_do_not_share_a_folder(tmp_path):
