@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Literal
 
 from genmodels.core.likelihood import SingleValues, value_of
 from genmodels.speech.measures import AlignmentShape, Pitch, SpokenAt
@@ -374,14 +375,14 @@ class DensityMap:
 class Report:
     """The results of one checkpoint after the stages done so far; fields of other stages are empty."""
 
-    format: int = 2
+    format: Literal[2] = 2
     created: str
     genmodels: dict
     name: str
     checkpoint: CheckpointFacts
     config: dict
     data: DataFacts
-    likelihood: list[LikelihoodLine] = field(default_factory=list)
+    likelihood: list[BitsLine | NatsLine] = field(default_factory=list)
     references: list[Reference] = field(default_factory=list)
     items: ExtremeItems | dict = field(default_factory=dict)
     profile: Profile = field(default_factory=Profile)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
@@ -46,6 +47,7 @@ from genmodels.models.energy_sampling import STEPS
 from genmodels.models.mels import NOISE, even_lengths, with_noise
 from genmodels.models.normalizing_flows import RealNVP, TarFlow
 from genmodels.models.score import ScoreModel
+from genmodels.report import schema
 from genmodels.report.compare import compare
 from genmodels.speech.audio import write_wav
 from genmodels.verification.check import run_check
@@ -159,8 +161,15 @@ def evaluate(*words: str, cwd: Path, code: int = 0) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
+SCHEMA = Draft202012Validator(schema())
+
+
 def report(path: Path) -> dict:
-    return json.loads(path.read_text())
+    """A report, which keeps to its schema, or a table."""
+    found = json.loads(path.read_text())
+    if path.name != "table.json":
+        SCHEMA.validate(found)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 from scipy.io import wavfile
 
 from genmodels.core.likelihood import SingleValues, with_error
 from genmodels.evaluation.report import Profile
-from genmodels.report import compare, parts, render, write_page
+from genmodels.report import compare, parts, render, schema, write_page
 from genmodels.report.compare import report_target, write_report
 from genmodels.report.figures import DARK, LIGHT, Field, Figure, Rule, Series, figure
 from genmodels.report.likelihoods import histogram, histograms, out_of_distribution
@@ -31,6 +32,22 @@ from tests.report.browser import CHROMIUM, Browser
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     write_report({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+@pytest.mark.parametrize("of", [example.of_digits, example.of_speech, example.of_points])
+def test_a_written_report_keeps_to_the_schema(of, tmp_path):
+    check = Draft202012Validator(schema()).is_valid
+    for model in of()[0].models:
+        write_report(model, tmp_path / "r.json")
+        found = json.loads((tmp_path / "r.json").read_text())
+        assert check(found) and check({**found, "a key of tomorrow": 1}) and not check({**found, "format": 1})
+        for key in ("created", "likelihood", "seconds"):
+            assert not check({name: value for name, value in found.items() if name != key})
+        line = found["likelihood"][0]
+        assert check({**found, "likelihood": [{**line, "mean_nats": None}]})
+        for change in ({"mean_nats": "2.1"}, {"kind": None}, {"worst": [{"index": 0}]}):
+            assert not check({**found, "likelihood": [{**line, **change}]})
+        assert not check({**found, "drift": {"warn": 1.0}})  # of a stage that was run, without `fail`
 
 
 def test_error_digits():
