@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _LARGEST = 1e6  # of a sampler's factors, beyond which samples overflow
 #: The packages that genmodels requires, by the names under which they are imported.
 REQUIRED = ("fsspec", "hydra", "jinja2", "markupsafe", "matplotlib", "numpy", "omegaconf", "PIL", "pydantic",
-            "pytorch_lightning", "rich", "safetensors", "scipy", "sklearn", "torch", "torchvision", "tqdm", "wandb", "yaml")  # fmt: skip
+            "pytorch_lightning", "rich", "safetensors", "scipy", "sklearn", "torch", "torchvision", "tqdm",
+            "wandb", "yaml")  # fmt: skip
 
 
 class InputError(ValueError):
