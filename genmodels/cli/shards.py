@@ -7,6 +7,7 @@ from pathlib import Path
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
 from genmodels.core.files import typed
+from genmodels.data.base import data_root
 from genmodels.data.shard_writer import write_shards
 from genmodels.models.build import build
 
@@ -36,7 +37,7 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
     whole = Schema("genmodels.cli.shards.run", trust=trust or []).complete({"data": data})["data"]
     # What changes nothing in an item may differ when the command is repeated.
     source = {key: value for key, value in whole.items() if key not in ("batch_size", "num_workers", "flip", "cache")}
-    folder = Path(out).expanduser()
+    folder = Path(data_root(out))
     record = write_shards(module, folder, items, source, progress)
     size = sum(one["bytes"] for one in record["shards"].values())
     counts = ", ".join(f"{count:,} {split}" for split, count in record["items"].items())

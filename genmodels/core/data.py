@@ -100,8 +100,8 @@ class DataSpec:
         class_names: their names, empty if they are just numbers.
         entropy: exact differential entropy in nats, if known.
         mel: settings of the mel-spectrogram, None for other data; `event_shape` then has the longest length.
-        statistics: mean and standard deviation of the cells (`mean`, `std`: numbers, or one per band) in training, and
-            the median length of an item (`frames`).
+        statistics: mean and standard deviation of the cells (`mean`, `std`: numbers, or one per band) in training, the
+            median length of an item (`frames`), and the number of which all lengths are multiples (`multiple`).
         text: the symbols of texts, how texts are normalised, and a few examples.
         speakers: names of the speakers, empty if not conditioned on.
         columns: names of the columns of vectors, empty if they have none.

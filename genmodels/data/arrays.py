@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,86 +12,35 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from genmodels.core.data import Batch, DataSpec, require_precision
+from genmodels.core.data import DataSpec, require_precision
 from genmodels.core.errors import InputError, counted
 from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows, spread_rows
-from genmodels.data.loading import BatchDataset, TensorData
+from genmodels.data.image_folder import SPLIT_NAMES
+from genmodels.data.loading import BatchDataset, MappedArray, MappedData, TensorData
 
 _BLOCK = 2**22
 TABLES = (".csv", ".tsv", ".txt", ".data")
+_MISSING = ("", "na", "n/a", "null", "none", "?", "-")  # what stands for a number that is not there
 
 
-class MappedArray:
-    """An array in a file that is read item by item; each worker process opens the file itself.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
-        ...     np.save(file.name, np.arange(6).reshape(3, 2))
-        ...     np.asarray(MappedArray.of_npy(Path(file.name))[[2, 0]]).tolist()
-        [[4, 5], [0, 1]]
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, fortran: bool):
-        self.path, self.dtype, self.shape, self.offset, self.fortran = path, dtype, shape, offset, fortran
-        self._open: np.memmap | None = None
-
-    @classmethod
-    def of_npy(cls, path: Path, start: int = 0) -> MappedArray:
-        """The array whose .npy header begins at byte `start` of the file."""
-        with open(path, "rb") as file:
-            file.seek(start)
-            version = np.lib.format.read_magic(file)
-            readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            if version not in readers:
-                raise ValueError(f"version {version} of the .npy format is not supported")
-            shape, fortran, dtype = readers[version](file)
-            offset = file.tell()
-        return cls(path, dtype, shape, offset, fortran)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the values."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def whole(self) -> np.ndarray:
-        """The array, mapped."""
-        if self._open is None:
-            if self.dtype.hasobject:
-                raise ValueError("holds Python objects, which could run code when read: save plain numbers")
-            if self.nbytes == 0:
-                return np.empty(self.shape, self.dtype)
-            order = "F" if self.fortran else "C"
-            self._open = np.memmap(self.path, self.dtype, "r", self.offset, self.shape, order)
-        return self._open
-
-    def __getitem__(self, rows) -> np.ndarray:
-        return self.whole()[rows]
-
-    def __len__(self) -> int:
-        return self.shape[0] if self.shape else 0
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_open": None}
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file by name ("arr_0" for one without names), mapped if stored uncompressed."""
-    readers = {".npy": _read_npy, ".npz": _read_npz, **dict.fromkeys(TABLES, _read_table)}
+def read_arrays(path: Path, key: str) -> dict[str, np.ndarray]:
+    """The arrays of the file of an option by name ("arr_0" for one without names), mapped if stored uncompressed."""
+    where = f"{key}={path}"
+    tables = dict.fromkeys(TABLES, lambda table: _read_table(table, where))
+    readers = {".npy": _read_npy, ".npz": _read_npz, **tables}
     if not path.is_file():
-        raise InputError(f"data.file={path} {'is not a file' if path.exists() else 'does not exist'}")
+        raise InputError(f"{where} {'is not a file' if path.exists() else 'does not exist'}")
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise InputError(f"data.file={path} must end in {', '.join(readers)}")
+        raise InputError(f"{where} must end in {', '.join(readers)}")
     try:
         return reader(path)
     except InputError:
         raise
-    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, csv.Error) as error:
         found = " ".join(str(error).split()) + ": save it as UTF-8" * isinstance(error, UnicodeError)
-        raise InputError(f"data.file={path} cannot be read: {found}") from None
+        raise InputError(f"{where} cannot be read: {found}") from None
 
 
 def _read_npy(path: Path) -> dict[str, MappedArray]:
@@ -134,41 +82,53 @@ def columns_of(path: Path) -> tuple[str, ...]:
 
 def _heading(line: str) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
-    delimiter = next((mark for mark in (",", ";", "\t") if mark in line), None)
-    line = line.removeprefix("#").rstrip("\r\n")  # np.savetxt writes a # before the names
-    cells = [c.strip() for c in (next(csv.reader([line], delimiter=delimiter)) if delimiter else line.split())]
+    delimiter = next((mark for mark in (",", ";", "\t", "|") if mark in line), None)
+    cells = _cells(line.removeprefix("#"), delimiter)  # np.savetxt writes a # before the names
+    numbers = [str(number) for number in range(len(cells))]
+    # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
+    if line.startswith("#") or (len(cells) > 1 and cells in (numbers, ["", *numbers[:-1]])):
+        return cells, delimiter
     # A line of mostly numbers is an invalid item, not a header.
-    return ([] if 2 * sum(map(_is_number, cells)) > len(cells) else cells), delimiter
+    values = sum(_is_number(cell) or cell.lower() in _MISSING for cell in cells)
+    return ([] if 2 * values > len(cells) else cells), delimiter
 
 
-def _read_table(path: Path) -> dict[str, np.ndarray]:
+def _cells(line: str, delimiter: str | None) -> list[str]:
+    """The cells of a line, without their quotes; they stand between blanks where there is no delimiter."""
+    line = line.rstrip("\r\n") if delimiter else " ".join(line.split())
+    return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter or " "))]
+
+
+def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
     with open(path, encoding="utf-8-sig") as file:
         lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
     if not lines:
-        raise InputError(f"data.file={path} is empty")
+        raise InputError(f"{where} is empty")
     first = next(iter(lines))
     heading, delimiter = _heading(lines[first])
+    if lines[first].strip() == "0":
+        print(f"{path}: the 0 in line {first} is an item; if it is a heading (pandas writes one), remove it")
     if heading:
+        if heading == [str(number) for number in range(len(heading))]:
+            print(f"{path}: line {first} only numbers the columns, as pandas does without names, and is no item; if it "
+                  "is one, put a line of names above it")
         del lines[first]
     if not lines:
-        raise InputError(f"data.file={path} holds a heading and no items")
+        raise InputError(f"{where} holds a heading and no items")
     if "" in heading:
         print(f"{path}: column {heading.index('') + 1} has no name; if it only numbers lines, leave it out (pandas: "
               "index=False)")
-    cells = {number: line.split(delimiter) for number, line in lines.items()}
     try:
         table = np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None, quotechar='"')
     except ValueError as error:
-        raise InputError(f"data.file={path}{_fault(cells, heading) or f' cannot be read: {error}'}") from None
+        raise InputError(f"{where}{_fault(lines, delimiter, heading) or f' cannot be read: {error}'}") from None
     if heading and len(heading) != table.shape[1]:
-        raise InputError(f"data.file={path}, line {first}: {len(heading)} names, where the table has {table.shape[1]} "
-                         "columns")
-    with np.errstate(over="ignore"):  # what overflows float32 is not finite for the model either
-        bad = np.argwhere(~np.isfinite(table.astype(np.float32)))
-    if len(bad):
-        (number, row), column = list(cells.items())[bad[0][0]], int(bad[0][1])
-        raise InputError(f"data.file={path}{_place(number, column, heading)}: {row[column].strip()} is not a finite "
-                         "number in single precision; complete it or leave out that column or line")
+        raise InputError(f"{where}, line {first}: {len(heading)} names, where the table has {table.shape[1]} columns")
+    # What overflows float32 is not finite for the model either.
+    if len(bad := np.argwhere(~(np.abs(table) <= np.finfo(np.float32).max))):
+        number, column = list(lines)[bad[0][0]], int(bad[0][1])
+        raise InputError(f"{where}{_place(number, column, heading)}: {_cells(lines[number], delimiter)[column]} is not "
+                         "a finite number in single precision; complete it or leave out that column or line")
     return {"arr_0": table}
 
 
@@ -176,17 +136,19 @@ def _place(line: int, column: int, heading: list[str]) -> str:
     return f", line {line}, column {column + 1}" + (f" ({heading[column]})" if heading else "")
 
 
-def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
+def _fault(lines: dict[int, str], delimiter: str | None, heading: list[str]) -> str | None:
     """A description of the first cell that is not a number, or of the first line with another number of cells."""
-    width = len(heading or next(iter(lines.values())))
-    for number, cells in lines.items():
+    width = len(heading or _cells(next(iter(lines.values())), delimiter))
+    for number, line in lines.items():
+        cells = _cells(line, delimiter)
         if len(cells) != width:
             return f", line {number} has {counted(len(cells), 'cell')}, where the table has {width} columns"
-        for column, cell in enumerate(cell.strip(' "\n') for cell in cells):
+        for column, cell in enumerate(cells):
             if not _is_number(cell):
                 found = f"{cell!r} is not a number" if cell else "the cell is empty"
-                return (f"{_place(number, column, heading)}: {found}; a table holds only numbers: complete it, or "
-                        "leave out that column or line")
+                advice = "write decimals with a point" if _is_number(cell.replace(",", ".")) else (
+                    "a table holds only numbers: complete it, or leave out that column or line")
+                return f"{_place(number, column, heading)}: {found}; {advice}"
     return None
 
 
@@ -198,29 +160,6 @@ def _is_number(text: str) -> bool:
     return True
 
 
-class MappedData(Dataset):
-    """A split that reads only the items of a batch from the file.
-
-    Arguments:
-        array: (N, ...) the mapped array.
-        convert: makes the (B, *event) tensor of a batch from the rows of the array.
-        cond: (N,) labels or None.
-        rows: (M,) which items form this split.
-    """
-
-    def __init__(self, array: MappedArray, convert, cond: Tensor | None, rows: Tensor):
-        self.array, self.convert, self.cond, self.rows = array, convert, cond, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch:
-        index = torch.as_tensor(positions, dtype=torch.int64)
-        rows = self.rows[index]
-        x = self.convert(np.array(self.array[rows.numpy()]))
-        return Batch(x, None if self.cond is None else self.cond[rows], index=index)
-
-
 _X, _Y = ("x", "images", "data", "arr_0"), ("y", "labels", "arr_1")
 _MEMORY = 512 * 2**20  # bytes up to which a mapped array is read into memory
 _CHUNK = 2**24  # values checked at a time
@@ -230,7 +169,8 @@ class Arrays(DataModule):
     """Images or vectors from one file.
 
     Names of the arrays in an .npz: x, images, data or arr_0, with labels y, labels or arr_1; or one per split, x_train
-    or train_x (images_train, train_images, ...), with val and test. A missing val or test is held out of train.
+    or train_x (images_train, train_images, ...), with val (valid, validation) and test; X_train is x_train. A missing
+    val or test is held out of train.
 
     Integers of shape (N, H, W), (N, H, W, C) or (N, C, H, W) are images. The channel axis is the one of length 1 or 3;
     if this is ambiguous, set `layout`. (N, D) numbers are vectors. Floating-point values are continuous data (images
@@ -238,7 +178,8 @@ class Arrays(DataModule):
     or strings become classes in sorted order, with names.
 
     Arguments:
-        file: path of an .npz, .npy, .csv, .tsv, .txt or .data file (a table: one item per line, header optional).
+        file: path of an .npz or .npy file, or of a table (.csv, .tsv, .txt, .data) of one item per line, with a header
+            or without; a first line 0,1,2,... of several columns is the header that pandas writes.
         labels: path of an .npy file with the labels, for an .npy file of items.
         layout: order of the axes of images.
         levels: number of integer levels; null infers 256 for uint8 and 2 for booleans.
@@ -279,12 +220,16 @@ class Arrays(DataModule):
 
     def load(self):
         """Read or map the file, determine the type of its items, check every value."""
-        arrays = read_arrays(self.file)
+        arrays = read_arrays(self.file, "data.file")
         parts = _find_parts(arrays, self.file)
         if self.labels is not None:
             if set(parts) != {"all"}:
                 raise InputError(f"data.labels is for a file without splits, but {self.file} has {', '.join(parts)}")
-            parts["all"] = (parts["all"][0], next(iter(read_arrays(self.labels).values())))
+            held = read_arrays(self.labels, "data.labels")
+            name = next((name for name in (*_Y, *held) if name in held), None)
+            if name is None:
+                raise InputError(f"data.labels={self.labels} is empty")
+            parts["all"] = (parts["all"][0], held[name])
         forms = {(tuple(x.shape[1:]), x.dtype.kind.replace("u", "i").replace("b", "i")) for x, _ in parts.values()}
         if len(forms) > 1:
             raise InputError(f"{self.file}: the splits hold items of different shapes or types {sorted(forms)}")
@@ -292,15 +237,15 @@ class Arrays(DataModule):
         kind = kind_of_items(first, self.layout, self.levels, self.file)
         if self.flip and len(kind.event(first.shape)) != 3:
             raise InputError(f"data.flip=true is for images, but {self.file} holds vectors")
-        labels, names, classes = _read_labels({name: (len(x), y) for name, (x, y) in parts.items()}, self.file)
+        labels, names, classes = _read_labels(parts, self.labels or self.file)
         sources = {}
         for name, (x, _) in parts.items():
             _check_values(x, kind.levels, f"{self.file}" + ("" if name == "all" else f" ({name})"))
             sources[name] = (x, labels[name])
         spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names,
                         columns=columns_of(self.file), fingerprint=_fingerprint(sources))
-        if first.dtype == np.float64 and len(spec.event_shape) == 1:
-            require_precision(spec, torch.from_numpy(_some(first, 10_000)))
+        if first.dtype.kind == "f" and first.dtype.itemsize > 4 and len(spec.event_shape) == 1:
+            require_precision(spec, torch.from_numpy(_some(first, 10_000).astype(np.float64)))
         return spec, self._splits(sources, kind)
 
     def _splits(self, sources: dict, kind: ItemKind) -> dict[str, BatchDataset]:
@@ -364,20 +309,25 @@ class ItemKind:
 def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
     """(items, labels or None) of each split in the file, or of "all"."""
 
+    others = {"_".join(SPLIT_NAMES.get(word, word) for word in name.lower().split("_")): name for name in arrays}
+    known, unread = others | {name: name for name in arrays}, set(arrays)
+
     def pick(names, split):
         spelt = names if split == "all" else [s for n in names for s in (f"{n}_{split}", f"{split}_{n}")]
-        return next((arrays[n] for n in spelt if n in arrays), None)
+        name = next((known[n] for n in spelt if n in known), None)
+        unread.discard(name)
+        return arrays.get(name)
 
     parts = {split: (pick(_X, split), pick(_Y, split)) for split in ("all", *SPLITS)}
-    if parts["train"][0] is None and "train" in arrays:
-        parts = {split: (arrays.get(split), parts[split][1]) for split in SPLITS}
+    if parts["train"][0] is None and "train" in known:
+        parts = {split: (pick((split,), "all"), parts[split][1]) for split in SPLITS}
     found = {split: part for split, part in parts.items() if part[0] is not None}
     if not found or ("all" not in found and "train" not in found):
         raise InputError(f"{file} holds {', '.join(sorted(arrays)) or 'nothing'}: name the items x (or images), or "
                          "x_train, x_val, x_test")
-    unused = set(arrays) - {n for names in (_X, _Y) for n in names}
-    if set(found) == {"all"} and found["all"][1] is None and unused:
-        print(f"{file}: {', '.join(sorted(unused))} not read; labels are called y (or labels)")
+    unread |= {known[name] for name in _Y if name in known and "all" not in found}
+    if unread:
+        print(f"{file}: {', '.join(sorted(unread))} not read; labels are called y (or labels), beside x_train y_train")
     if "all" in found and len(found) > 1:
         raise InputError(f"{file} holds both undivided items and splits ({', '.join(found)}): keep one of the two")
     return found
@@ -392,6 +342,8 @@ def kind_of_items(array, layout: str, levels: int | None, file: Path | str) -> I
         raise InputError(f"{file}: items of shape {shape}; expected (N, D), (N, H, W), (N, H, W, C) or (N, C, H, W)")
     if dtype.kind == "f" and levels is not None:
         raise InputError(f"{file}: data.levels={levels} is for integers, but the values are {dtype}")
+    if levels is not None and levels > 2**31:
+        raise InputError(f"{file}: data.levels={levels}: integers of more than 31 bits are not held exactly")
     if dtype.kind in "iu" and dtype != np.uint8 and levels is None:
         raise InputError(f"{file}: the values are {dtype}: set data.levels to their number of levels, or save uint8")
     if dtype.kind != "f":
@@ -439,12 +391,16 @@ def _read_labels(found: dict, file: Path) -> tuple[dict[str, Tensor | None], tup
     for name, y in given.items():
         if y.ndim == 2 and y.shape[1] == 1:
             y = given[name] = y[:, 0]
-        if y.shape != (found[name][0],):
-            raise InputError(f"{file}: labels of shape {y.shape} for {found[name][0]} items")
+        if y.shape != (len(found[name][0]),):
+            raise InputError(f"{file}: labels of shape {y.shape} for {len(found[name][0])} items")
         if y.dtype.kind not in "iubUS":
-            raise InputError(f"{file}: labels of type {y.dtype}; expected integers or texts")
+            raise InputError(f"{file}: labels of type {y.dtype}; expected integers or texts, as np.save keeps them")
+        if y.dtype.kind == "S":
+            y = np.char.decode(y, "utf-8", "backslashreplace")
         given[name] = y.astype(np.int64) if y.dtype.kind in "iub" else y  # numpy joins int64 and uint64 as floats
+        if y.dtype.kind == "u" and (given[name] < 0).any():
+            raise InputError(f"{file}: label {y.max()} is above 2^63 - 1: number the classes from 0 on, or save texts")
     values = np.unique(np.concatenate(list(given.values())))
-    plain = values.dtype.kind in "iub" and (values == np.arange(len(values))).all()
-    names = () if plain else tuple(v.decode(errors="replace") if type(v) is bytes else str(v) for v in values.tolist())
+    plain = values.dtype.kind == "i" and (values == np.arange(len(values))).all()
+    names = () if plain else tuple(map(str, values.tolist()))
     return {name: torch.from_numpy(np.searchsorted(values, y)) for name, y in given.items()}, names, len(values)

@@ -227,7 +227,18 @@ class DataModule(OfLightning):
         items = len(self.split("train"))
         large = [f"data.batch_size={self.batch_size} is more than the {items} training items: every step takes all "
                  f"{items}"]
-        return (large if self.batch_size > items else []) + self._outliers()
+        return (large if self.batch_size > items else []) + self._untrained() + self._outliers()
+
+    def _untrained(self) -> list[str]:
+        """The classes of which training sees no item, of data that hold their labels in memory."""
+        data, classes = self.split("train"), self.spec.num_classes
+        labels, rows = getattr(data, "cond", None), getattr(data, "rows", None)
+        if classes is None or labels is None:
+            return []
+        counts = (labels if rows is None else labels[rows]).bincount(minlength=classes)
+        missing = [(self.spec.class_names or range(classes))[c] for c in (counts == 0).nonzero()[:, 0].tolist()]
+        some = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
+        return [f"{self.spec.name}: no training item has class {some} ({len(missing)} of {classes})"] * bool(missing)
 
     def _outliers(self) -> list[str]:
         """Columns of continuous vectors with extreme outliers, which would dominate the standardisation."""

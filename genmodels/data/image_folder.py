@@ -26,21 +26,30 @@ from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, row
 from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
-SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
+               "test": "test", "testing": "test"}
 INDEX_NAME = ".genmodels-index.json"
 _SINGLE_PICTURE = ("MPO",)  # formats whose further frames are other views of the same photograph
 
 
 def image_files(root: Path) -> list[str]:
-    """Sorted paths, relative to root, of all files with the suffix of an image, hidden ones excepted."""
+    """Sorted paths, relative to root, of all files with the suffix of an image, hidden ones excepted.
+
+    Raises:
+        InputError: for a folder that cannot be read, whose images would be missing.
+    """
+
+    def stop(error: OSError) -> None:
+        raise InputError(f"{error.filename} cannot be read ({error.strerror}): make it readable, or move it elsewhere")
+
     found, visited = [], set()
-    for folder, below, files in os.walk(root, followlinks=True):
+    for folder, below, files in os.walk(root, onerror=stop, followlinks=True):
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in visited:  # a link that leads back
             below.clear()
             continue
         visited.add((status.st_dev, status.st_ino))
-        below[:] = [name for name in below if not name.startswith((".", "__MACOSX"))]
+        below[:] = [name for name in below if not name.startswith((".", "__MACOSX", "lost+found"))]
         below.sort(key=lambda name: (os.path.islink(os.path.join(folder, name)), name))  # a folder before links to it
         images = (f for f in files if not f.startswith(".") and os.path.splitext(f)[1].lower() in SUFFIXES)
         found += [os.path.relpath(os.path.join(folder, name), root) for name in images]
@@ -138,6 +147,15 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
+def _contents(root: Path, files: Sequence[str]) -> str:
+    """A hash of the sizes of all files, and of the beginnings of up to a thousand, spread over them."""
+    content = hashlib.sha256(str([_stamp(root / name)[0] for name in files]).encode())
+    for name in files[:: -(-len(files) // 1000)]:
+        with open(root / name, "rb") as file:
+            content.update(file.read(2**16))
+    return content.hexdigest()
+
+
 def _index_places(root: Path) -> list[Path]:
     digest = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()
     return [root / INDEX_NAME, cache_folder() / f"index-{digest[:16]}.json"]
@@ -197,8 +215,8 @@ class ImageFolder(DataModule):
     """All images below a folder as (channels, size, size), 256 levels.
 
     If every image is in a sub-folder and there are at least two of them, the sub-folders of the first level are the
-    classes. If the sub-folders of the first level are train, val (valid, validation) and test, they are the splits, and
-    classes are one level deeper; a missing val or test is held out of train.
+    classes. If the sub-folders of the first level are train, val (valid, validation) and test (training, Test, ...),
+    they are the splits, and classes are one level deeper; a missing val or test is held out of train.
 
     Arguments:
         root: the folder.
@@ -266,8 +284,8 @@ class ImageFolder(DataModule):
                 )
         name = self.root.resolve().name or self.name
         shape = (self.channels, self.size, self.size)
-        content = hashlib.sha256("\n".join(files).encode("utf-8", "surrogateescape")).hexdigest()
-        fingerprint = f"{len(files)} pictures, names {content[:12]}"
+        names = hashlib.sha256("\n".join(files).encode("utf-8", "surrogateescape")).hexdigest()
+        fingerprint = f"{len(files)} pictures, names {names[:12]}, contents {_contents(self.root, files)[:12]}"
         return DataSpec(name, shape, 256, len(classes) or None, classes, fingerprint=fingerprint), splits
 
     def problems(self) -> list[str]:
@@ -309,12 +327,16 @@ def listed(bad: dict[str, str]) -> str:
 def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tensor | None]:
     """The number of each file's split (None: not given by folders), class names and labels."""
     parts = [Path(name).parts for name in files]
-    tops = {part[0] for part in parts if len(part) > 1}
-    given = "train" in tops and len(tops) > 1 and tops <= set(SPLIT_NAMES) and all(len(part) > 1 for part in parts)
-    splits = torch.tensor([SPLITS.index(SPLIT_NAMES[part[0]]) for part in parts]) if given else None
+    tops = [SPLIT_NAMES.get(part[0].lower()) if len(part) > 1 else None for part in parts]
+    given = None not in tops and "train" in tops and len(set(tops)) > 1
+    splits = torch.tensor([SPLITS.index(top) for top in tops]) if given else None
     folders = [part[given:-1] for part in parts]
     names = sorted({folder[0] for folder in folders if folder})
-    if len(names) < 2 or not all(folders):
+    stray = [name for name, folder in zip(files, folders, strict=True) if not folder]
+    if len(names) < 2 or stray:
+        if len(names) > 1:
+            print(f"there are no classes: {len(stray):,} of {len(files):,} images, such as {stray[0]!r}, are in no "
+                  "folder of one")
         return splits, (), None
     numbers = {name: number for number, name in enumerate(names)}
     return splits, tuple(names), torch.tensor([numbers[folder[0]] for folder in folders])

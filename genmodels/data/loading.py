@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -53,6 +55,83 @@ class TensorData(Dataset):
 
     def __getitem__(self, position: int) -> Batch:
         return self.__getitems__([position])
+
+
+class MappedArray:
+    """An array in a file that is read item by item; each worker process opens the file itself.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        ...     np.save(file.name, np.arange(6).reshape(3, 2))
+        ...     np.asarray(MappedArray.of_npy(Path(file.name))[[2, 0]]).tolist()
+        [[4, 5], [0, 1]]
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int, fortran: bool):
+        self.path, self.dtype, self.shape, self.offset, self.fortran = path, dtype, shape, offset, fortran
+        self._open: np.memmap | None = None
+
+    @classmethod
+    def of_npy(cls, path: Path, start: int = 0) -> MappedArray:
+        """The array whose .npy header begins at byte `start` of the file."""
+        with open(path, "rb") as file:
+            file.seek(start)
+            version = np.lib.format.read_magic(file)
+            readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            if version not in readers:
+                raise ValueError(f"version {version} of the .npy format is not supported")
+            shape, fortran, dtype = readers[version](file)
+            offset = file.tell()
+        return cls(path, dtype, shape, offset, fortran)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def whole(self) -> np.ndarray:
+        """The array, mapped."""
+        if self._open is None:
+            if self.dtype.hasobject:
+                raise ValueError("holds Python objects, which could run code when read: save plain numbers")
+            if self.nbytes == 0:
+                return np.empty(self.shape, self.dtype)
+            order = "F" if self.fortran else "C"
+            self._open = np.memmap(self.path, self.dtype, "r", self.offset, self.shape, order)
+        return self._open
+
+    def __getitem__(self, rows) -> np.ndarray:
+        return self.whole()[rows]
+
+    def __len__(self) -> int:
+        return self.shape[0] if self.shape else 0
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_open": None}
+
+
+class MappedData(Dataset):
+    """A split that reads only the items of a batch from the file.
+
+    Arguments:
+        array: (N, ...) the mapped array.
+        convert: makes the (B, *event) tensor of a batch from the rows of the array.
+        cond: (N,) labels or None.
+        rows: (M,) which items form this split.
+    """
+
+    def __init__(self, array: MappedArray, convert: Callable, cond: Tensor | None, rows: Tensor):
+        self.array, self.convert, self.cond, self.rows = array, convert, cond, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch:
+        index = torch.as_tensor(positions, dtype=torch.int64)
+        rows = self.rows[index]
+        x = self.convert(np.array(self.array[rows.numpy()]))
+        return Batch(x, None if self.cond is None else self.cond[rows], index=index)
 
 
 class Augmented(Dataset):

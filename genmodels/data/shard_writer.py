@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from genmodels import __version__
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, RunError, progress_bar
+from genmodels.core.errors import InputError, RunError, as_input_errors, progress_bar
 from genmodels.core.files import checksum, open_lock, write_whole
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.image_folder import listed
-from genmodels.data.shards import RECORD, fields_of, read_record
+from genmodels.data.shards import RECORD, fields_of, read_record, recorded
 from genmodels.data.tars import Storage, index_of, write_tar
 
 
@@ -81,11 +81,17 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
         before = read_record(Storage(str(out)), complete=False)
         if before is None and (there or place.is_file()):
             raise InputError(f"out={out} holds shards without a record of genmodels: choose another folder")
-        before = before or record
-        different = [key for key in record if key != "genmodels" and before.get(key) != record[key]]
-        if different:
+        if before is None or (before.get("shards") is None and not there):  # nothing of a killed one is kept
+            before = record
+        then, now = recorded(before), recorded(record)
+        same = {key: before.get(key) == record[key] for key in record if key != "genmodels"} | {"spec": then == now}
+        if different := [key for key, equal in same.items() if not equal]:
             raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
                              "folder, or remove it")
+        if not now.fingerprint.startswith(then.fingerprint):
+            raise InputError(f"{now.name} has changed since the shards in out={out} were written ({now.fingerprint}; "
+                             f"then {then.fingerprint}): choose another folder, or remove it")
+        record["spec"] = before["spec"]  # shards of an earlier version stay with the shorter fingerprint of their items
         if before.get("shards") is None:
             write_whole(place, lambda file: json.dump(record | {"shards": None}, file), mode="w")
         with progress_bar(desc="shards", unit="item", total=sum(sizes.values()), disable=not progress) as bar:
@@ -125,7 +131,8 @@ def _write_split(module: DataModule, split: str, out: Path, items: int, bar: tqd
 
 def _items(module: DataModule, split: str, rows: Tensor, bar: tqdm) -> Iterator[tuple[str, dict[str, bytes]]]:
     for batch in module.loader(split, 64, rows):
-        module.spec.check(batch)
+        with as_input_errors():
+            module.spec.check(batch)
         for row in range(len(batch)):
             item = batch.rows(slice(row, row + 1))
             yield f"{int(item.index[0]):09d}", encoded(item, module.spec)

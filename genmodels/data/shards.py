@@ -27,7 +27,7 @@ from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, row
 from genmodels.data.image_folder import SPLIT_NAMES, in_threads, listed, try_decode
 from genmodels.data.loading import ResumableBatchSampler
 from genmodels.data.tars import Index, Storage, index_of, name_of
-from genmodels.data.utterances import BucketedBatchSampler, padded_mels, text_condition
+from genmodels.data.utterances import BucketedBatchSampler, multiple_of, padded_mels, text_condition
 
 RECORD = "dataset.json"
 _ENOUGH = 2**26  # bytes of items for initialisation and statistics
@@ -185,7 +185,7 @@ class Shards(DataModule):
         skip_bad: leave out shards and items that cannot be used (with a warning) instead of stopping; shards of other
             programs are decoded once to find them.
         flip: mirror training images at random.
-        max_frames: largest number of frames per training batch of mels with texts; null for no limit.
+        max_frames: largest number of frames per training batch of mels; null for no limit.
         batch_size, num_workers, seed: see `DataModule`.
 
     Errors: `InputError` for missing, truncated and damaged shards, for items without image, array or class, all before
@@ -229,7 +229,7 @@ class Shards(DataModule):
         """Read or make the index, and check that every shard is there and complete."""
         storage = Storage(self.root, self.storage_options)
         record = read_record(storage)
-        field, label = (self.field, self.label) if record is None else fields_of(DataSpec.from_dict(record["spec"]))
+        field, label = (self.field, self.label) if record is None else fields_of(recorded(record))
         index = index_of(storage, record and record["shards"], field, label)
         if index.bad and not self.skip_bad:
             raise InputError(f"{len(index.bad)} of the shards in {self.root} cannot be used: {listed(index.bad)}; "
@@ -239,6 +239,11 @@ class Shards(DataModule):
         if len(index.items) == 0:
             raise InputError(f"none of the shards in {self.root} can be used")
         form = self._guessed(storage, index) if record is None else self._recorded(record)
+        size = form.spec.event_shape if form.spec.is_image else [None]
+        for key, value in {"levels": form.spec.levels, "channels": size[0], "size": size[-1]}.items():
+            if getattr(self, key) not in (None, value):
+                raise InputError(f"data.{key}={getattr(self, key)}, but the items of {self.root} have {value or 'none'}"
+                                 ": leave it out, or write the shards again")
         if self.skip_bad and record is None:
             index = without_damaged(storage, index, form)
         if self.flip and not form.spec.is_image:
@@ -255,12 +260,7 @@ class Shards(DataModule):
 
     def _recorded(self, record: dict) -> ItemForm:
         """The form recorded by `genmodels shards`."""
-        spec = DataSpec.from_dict(record["spec"])
-        sizes = {"size": spec.event_shape[-1], "channels": spec.event_shape[0]} if spec.is_image else {}
-        for key, value in {"levels": spec.levels, **sizes}.items():
-            if getattr(self, key) not in (None, value):
-                raise InputError(f"data.{key}={getattr(self, key)}, but {self.root} was written with {value}: leave it "
-                                 "out, or write the shards again")
+        spec = recorded(record)
         return ItemForm(spec, ItemKind("as written", spec.levels))
 
     def _guessed(self, storage: Storage, index: Index) -> ItemForm:
@@ -292,10 +292,12 @@ class Shards(DataModule):
         return ItemForm(DataSpec(name, kind.event((1, *array.shape)), kind.levels, classes), kind)
 
     def training_batches(self, data: ShardData) -> ResumableBatchSampler:
-        """Mels with texts come in batches of about the same length."""
-        if self.spec.text is None:
+        """Mels come in the batches of `Speech`, with texts those of about the same length."""
+        if self.spec.mel is None:
             return super().training_batches(data)
-        return BucketedBatchSampler(data.frames(), self.batch_size, self.max_frames, self.order_seed, self._processes)
+        width = None if self.spec.text is not None else self.spec.event_shape[-1]
+        frames = data.frames() if width is None else torch.full((len(data),), width)
+        return BucketedBatchSampler(frames, self.batch_size, self.max_frames, self.order_seed, self._processes, width)
 
     def problems(self) -> list[str]:
         """One line for each shard with a wrong checksum; without checksums, for each item that cannot be used."""
@@ -331,6 +333,14 @@ def without_damaged(storage: Storage, index: Index, form: ItemForm) -> Index:
     warnings.warn(f"left out {len(damaged):,} of {len(index.items):,} items of {storage.address}, which cannot be "
                   "decoded; genmodels doctor lists them without data.skip_bad", stacklevel=3)
     return replace(index, items=np.delete(index.items, damaged))
+
+
+def recorded(record: dict) -> DataSpec:
+    """The description of shards that `genmodels shards` wrote."""
+    spec, multiple = DataSpec.from_dict(record["spec"]), multiple_of(record.get("source") or {})
+    if spec.mel is None or spec.statistics is None or multiple is None:
+        return spec
+    return replace(spec, statistics={"multiple": multiple, **spec.statistics})  # earlier versions did not state it
 
 
 def fields_of(spec: DataSpec) -> tuple[str | None, str]:
@@ -371,7 +381,7 @@ def read_record(storage: Storage, complete: bool = True) -> dict | None:
         record = json.loads(content)
         if "genmodels" not in record:
             return None
-        DataSpec.from_dict(record["spec"])
+        recorded(record)
         shards = record["shards"]
         for one in (shards or {}).values():
             one["bytes"], one["sha256"]

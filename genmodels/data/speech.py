@@ -309,7 +309,7 @@ class Speech(DataModule):
         recordings = [items[k].recording for k in rows["train"]]
         statistics = MelFiles(self.mel).statistics(recordings, self.statistics) if recordings else {}
         usual = sorted(recording.frames for recording in recordings)[len(recordings) // 2] if recordings else 1
-        statistics |= {"frames": -(-usual // self.multiple) * self.multiple}
+        statistics |= {"frames": -(-usual // self.multiple) * self.multiple, "multiple": self.multiple}
         name = self.name if self.root is None else self.root.resolve().stem
         content = json.dumps({name: [[items[k].name, items[k].recording.digest, items[k].text] for k in rows[name]]
                               for name in SPLITS})  # fmt: skip

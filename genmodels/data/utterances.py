@@ -104,6 +104,17 @@ def default_multiple(layout: str | None) -> int:
     return 8 if layout == "folder" else 2
 
 
+def multiple_of(data: dict) -> int | None:
+    """The number of which all lengths are multiples, by the configuration of data; None for classes of others.
+
+    Example:
+        >>> multiple_of({"_target_": "genmodels.data.speech.Speech"}), multiple_of({"_target_": "mine.Data"})
+        (2, None)
+    """
+    ours = str(data.get("_target_", "")).startswith("genmodels.")
+    return data.get("multiple") or (default_multiple(data.get("layout")) if ours else None)
+
+
 def padded_mels(mels: Sequence[Tensor], lengths: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Mels (n_mels, .) as one tensor (B, n_mels, T), padded with silence, and its mask (B, 1, T).
 

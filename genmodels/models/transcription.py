@@ -13,8 +13,7 @@ from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError, an, as_input_errors, check_number
 from genmodels.core.files import located, read_text
-from genmodels.data.utterances import FLOOR, default_multiple, padded_tokens
-from genmodels.models.build import TARGET
+from genmodels.data.utterances import FLOOR, multiple_of, padded_tokens
 from genmodels.models.checkpoint import load_model
 from genmodels.models.recognizer import Recognizer
 from genmodels.speech.audio import MelConfig, log_mel, resample
@@ -154,13 +153,12 @@ class TrainedRecogniser:
 
 
 def length_multiple(header: dict) -> int:
-    """The number of which `data=speech` made all lengths multiples in the training of a checkpoint, in frames.
+    """The number of which all lengths were multiples in the training of a checkpoint, in frames; 1 if none is known.
 
-    Shards do not say theirs and get the default; other classes of data 1.
+    The statistics of the data state it; in checkpoints of earlier versions the configuration of `data=speech` does.
     """
-    data = header["config"].get("data") or {}
-    ours = str(data.get(TARGET, "")).startswith("genmodels.")
-    return data.get("multiple") or (default_multiple(data.get("layout")) if ours else 1)
+    stated = (header["data"].get("statistics") or {}).get("multiple")
+    return stated or multiple_of(header["config"].get("data") or {}) or 1
 
 
 def with_silence(mel: Tensor, multiple: int) -> Tensor:

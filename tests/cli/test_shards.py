@@ -36,6 +36,13 @@ def test_usage_errors_are_one_line(words, said, capsys, monkeypatch, tmp_path):
     assert said in message and message.count("\n") == 1, message
 
 
+def test_the_folder_of_an_unknown_user_is_one_of_that_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["shards", "data=toy", "data.n_train=9", "data.n_val=5", "data.n_test=5", "out='~nobody-here/x'"]) == 0
+    assert "3 shards in ~nobody-here/x: 9 train" in capsys.readouterr().out
+    assert len(list((tmp_path / "~nobody-here" / "x").glob("*.tar"))) == 3
+
+
 def test_out_that_is_a_file(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["shards", "data=toy", f"out={tmp_path}/file"]) == 2

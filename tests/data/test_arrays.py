@@ -97,21 +97,21 @@ def test_labels_stay_with_their_items(mapped, tmp_path, monkeypatch):
                 assert torch.equal(batch.cond, batch.x[:, 0].long() % 3)
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "y.npy", np.arange(60) % 3)
-    module = Arrays(file=str(tmp_path / "x.npy"), labels=str(tmp_path / "y.npy")).prepare()
-    batch = next(iter(module.loader("train", 60)))
-    assert torch.equal(batch.cond, batch.x[:, 0].long() % 3)
+    for labels in ("y.npy", "a.npz"):  # the latter holds items too
+        module = Arrays(file=str(tmp_path / "x.npy"), labels=str(tmp_path / labels)).prepare()
+        batch = next(iter(module.loader("train", 60)))
+        assert torch.equal(batch.cond, batch.x[:, 0].long() % 3)
 
 
-@pytest.mark.parametrize("spelling", ["x_{}", "{}_images", "{}"])
-@pytest.mark.parametrize("given", [("train", "test"), ("train", "val", "test"), ("train",)])
+@pytest.mark.parametrize("spelling", ["x_{}", "{}_images", "{}", "X_{}"])
+@pytest.mark.parametrize("given", [("train", "test"), ("train", "val", "test"), ("train",), ("train", "valid", "test")])
 def test_given_splits_are_honoured(spelling, given, tmp_path):
     parts = {split: NHWC[k * 15 : (k + 1) * 15] for k, split in enumerate(given)}
     np.savez(tmp_path / "a.npz", **{spelling.format(split): x for split, x in parts.items()})
     module = Arrays(file=str(tmp_path / "a.npz")).prepare()
-    for split in ("val", "test"):
-        if split in given:
-            served = next(iter(module.loader(split, 100))).x.permute(0, 2, 3, 1).numpy()
-            assert (served == parts[split]).all()
+    for split in given[1:]:
+        served = next(iter(module.loader("val" if split == "valid" else split, 100))).x.permute(0, 2, 3, 1).numpy()
+        assert (served == parts[split]).all()
     same_items(module, np.concatenate(list(parts.values())).transpose(0, 3, 1, 2))
 
 
@@ -122,6 +122,7 @@ def test_given_splits_are_honoured(spelling, given, tmp_path):
         ("a.txt", "1 2\n3 4.5\n-1e-3   6\n\n" + "7 8\n" * 17),
         ("a.tsv", "\ufeffone\ttwo\n1\t2\n3\t4.5\n-1e-3\t6\n" + "7\t8\n" * 17),
         ("a.data", "one;two\n1;2\n3;4.5\n-1e-3;6\n" + "7;8\n" * 17),
+        ("bars.txt", "one|two\n1|2\n3|4.5\n-1e-3|6\n" + "7|8\n" * 17),
         ("quoted.csv", '"one","two"\n"1","2"\n3,"4.5"\n"-1e-3","6"\n' + '"7","8"\n' * 17),
     ],
 )
@@ -164,6 +165,8 @@ BAD = {
     "int_without_levels": (np.zeros((9, 5), np.int64), {}, "the values are int64: set data.levels"),
     "above_levels": (np.eye(9, dtype=np.uint8) * 40, {"levels": 17}, r"item 0 holds 40, which is outside 0\.\.16"),
     "negative": (-np.eye(9, dtype=np.int16), {"levels": 17}, r"item 0 holds -1, which is outside 0\.\.16"),
+    "more_than_31_bits": (np.full((9, 5), 2**40), {"levels": 2**41}, "more than 31 bits are not held exactly"),
+    "coarse": ((1.6e9 + np.arange(45.0)).astype(">f8").reshape(9, 5), {}, "rounded to steps of 128 in single"),
     "levels_of_floats": (np.zeros((9, 5)), {"levels": 17}, "data.levels=17 is for integers"),
     "nan": (np.where(np.arange(45).reshape(9, 5) == 23, np.nan, 0.0), {}, "item 4 holds nan, which is not finite"),
     "overflow": (np.where(np.arange(45).reshape(9, 5) == 23, 1e300, 0.0), {}, "item 4 holds 1e[+]300, which is not"),
@@ -210,6 +213,10 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "b.csv, line 1, column 1: 'NA' is not a number" in line("b.csv", b"NA,2,3\n4,5,6\n")
     assert "c.csv, line 3 has 1 cell, where the table has 2 columns" in line("c.csv", b"a,b\n1,2\n3\n")
     assert "d.txt, line 2, column 1: 'NA' is not a number" in line("d.txt", b"1 2\nNA 4\n")
+    assert "line 1, column 1: 'NA' is not a number" in line("n.csv", b"NA,2\n4,5\n")
+    assert "q.csv, line 3, column 2 (b): 'x,y' is not a number" in line("q.csv", b'a,b\n1,2\n1,"x,y"\n')
+    assert "line 2, column 1 (a): '1,5' is not a number; write decimals with a" in line("q.csv", b'a,b\n"1,5",2\n')
+    assert "cannot be read: " in line("long.csv", b"1" * 200_000)
     assert "b.csv, line 4, column 2 (b): nan is not a finite" in line("b.csv", b"a,b\n\n1,2\n3, nan\n")
     assert "b.csv, line 2, column 1: 1e300 is not a finite" in line("b.csv", b"1,2\n1e300,4\n")
     assert "c.csv, line 1: 3 names, where the table has 2 columns" in line("c.csv", b"a,b,c\n1,2\n")
@@ -234,6 +241,8 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "labels of shape () for 50 items" in line("g.npz")
     np.savez(tmp_path / "h.npz", x=NHWC, y=np.linspace(0, 1, 50))
     assert "labels of type float64" in line("h.npz")
+    np.savez(tmp_path / "h.npz", x=NHWC, y=(2**63 + np.arange(50, dtype=np.uint64) % 3))
+    assert "label 9223372036854775810 is above 2^63 - 1" in line("h.npz")
     np.savez(tmp_path / "i.npz", x_train=NHWC, x_test=NHWC, y_train=np.arange(50))
     assert "only train has labels" in line("i.npz")
 
@@ -257,6 +266,62 @@ def test_splits_by_their_plain_names_have_their_labels(tmp_path):
     np.savez(tmp_path / "a.npz", train=NHWC, test=NHWC, y_train=np.arange(50) % 3, y_test=np.arange(50) % 3)
     data = Arrays(file=str(tmp_path / "a.npz")).prepare()
     assert data.spec.num_classes == 3 and data.items("test").cond.tolist() == [k % 3 for k in range(50)]
+
+
+def test_arrays_that_are_not_read_are_named(tmp_path, capsys):
+    y = np.arange(50) % 3
+    for given, unread in (({"x": NHWC, "y": y}, None), ({"x": NHWC, "y": y, "x2": y, "Y": y}, "Y, x2"),
+                          ({"x_train": NHWC, "x_test": NHWC, "y": y}, "y"), ({"x": NHWC, "data": y, "y": y}, "data"),
+                          ({"x_train": NHWC, "x_valid": NHWC, "x_val": NHWC, "x_test": NHWC}, "x_valid")):
+        np.savez(tmp_path / "a.npz", **given)
+        Arrays(file=str(tmp_path / "a.npz")).prepare()
+        out = capsys.readouterr().out
+        assert out == "" if unread is None else out.startswith(f"{tmp_path}/a.npz: {unread} not read; labels are")
+
+
+def test_a_class_of_which_no_item_is_trained_on_is_mentioned(tmp_path, monkeypatch):
+    y = np.array(["ant", "bee"])[np.arange(50) % 2]
+    np.savez(tmp_path / "a.npz", x_train=NHWC, x_test=NHWC, y_train=y, y_test=np.where(np.arange(50) == 7, "cow", y))
+    for most in (2**20, 0):
+        monkeypatch.setattr(arrays, "_MEMORY", most)
+        data = Arrays(file=str(tmp_path / "a.npz"), batch_size=4).prepare()
+        assert data.notes() == ["a: no training item has class cow (1 of 3)"] and data.problems() == []
+
+
+def test_bytes_and_texts_that_name_the_same_class_are_one(tmp_path):
+    y = np.array(["a", "\xe9"])[np.arange(50) % 2]
+    np.savez(tmp_path / "a.npz", x_train=NHWC, x_test=NHWC, y_train=np.char.encode(y, "utf-8"), y_test=y)
+    data = Arrays(file=str(tmp_path / "a.npz")).prepare()
+    assert data.spec.class_names == ("a", "\xe9") and data.items("test").cond.tolist() == [k % 2 for k in range(50)]
+
+
+def test_faulty_labels_are_those_of_their_own_file(tmp_path, refuses):
+    np.save(tmp_path / "x.npy", NHWC)
+    np.savez(tmp_path / "empty.npz")
+    for name, write, says in (("none.npy", None, "data.labels={} does not exist"), ("empty.npz", None, "={} is empty"),
+                              ("a.npy", b"", "data.labels={} cannot be read"),
+                              ("a.csv", b"a\nx\n", "data.labels={}, line 2, column 1"),
+                              ("whole.csv", b"a\n" + b"1\n" * 50, "{}: labels of type float64; expected"),
+                              ("few.npy", np.arange(49), "{}: labels of shape")):
+        file = tmp_path / name
+        if isinstance(write, bytes):
+            file.write_bytes(write)
+        elif write is not None:
+            np.save(file, write)
+        refuses(InputError, says.format(file), Arrays(file=str(tmp_path / "x.npy"), labels=str(file)).prepare)
+
+
+def test_whether_numbers_of_columns_are_an_item_is_always_said(tmp_path, capsys):
+    """pandas writes 0,1,... above columns without names, and 0 above one, which is as likely an item."""
+    for first, items, said in (("0,1", 20, "line 1 only numbers the columns, as pandas does without names,"),
+                               ("a,b", 20, None), ("0,1.0", 21, None), ("1,2", 21, None),
+                               ("0", 21, "the 0 in line 1 is an item; if it is a heading (pandas writes one),")):
+        row = ",".join(["5"] * (1 + first.count(",")))
+        (tmp_path / "t.csv").write_text("\n".join([first, *[row] * 20]))
+        data = Arrays(file=str(tmp_path / "t.csv")).prepare()
+        assert sum(len(data.split(split)) for split in SPLITS) == items
+        out = capsys.readouterr().out
+        assert out == "" if said is None else said in out and out.count("\n") == 1
 
 
 @pytest.mark.parametrize("options", [{"levels": 1}, {"test_fraction": -0.1}, {"val_fraction": 1.0}, {"layout": "hwc"}])
@@ -305,10 +370,16 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ('"name, of a",b,"c"', ",", ("name, of a", "b", "c")),
     ("\ta\tb", "\t", ("", "a", "b")),
     ("a  b c", " ", ("a", "b", "c")),
+    ("a|b|c", "|", ("a", "b", "c")),
+    ("0,1,2", ",", ("0", "1", "2")),
+    (",0,1", ",", ("", "0", "1")),
+    ("# 2019 2020 2021", " ", ("2019", "2020", "2021")),
 ])  # fmt: skip
 def test_headings(tmp_path, capsys, heading, delimiter, names):
     file = tmp_path / "t.csv"
     rows = np.random.default_rng(0).normal(size=(30, 3))
     file.write_text("\n".join([heading, *(delimiter.join(map(str, row)) for row in rows)]))
-    assert Arrays(file=str(file)).prepare().spec.columns == names
+    module = Arrays(file=str(file)).prepare()
+    assert module.spec.columns == names
+    same_items(module, rows.astype(np.float32))
     assert ("column 1 has no name" in capsys.readouterr().out) == (names[0] == "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -273,7 +274,7 @@ def test_an_image_that_breaks_during_training_is_named(folder):
         data.__getitems__([1, 2])
 
 
-def test_classes_come_from_folders(folder):
+def test_classes_come_from_folders(folder, capsys):
     module = ImageFolder(root=str(folder), size=8).prepare()
     assert (module.spec.num_classes, module.spec.class_names, module.spec.name) == (2, ("cat", "dog"), "pets")
     labels = torch.cat([b.cond for s in ("train", "val", "test") for b in module.loader(s, 64)])
@@ -284,7 +285,9 @@ def test_classes_come_from_folders(folder):
     picture(99).save(deep / "x.png")
     assert ImageFolder(root=str(folder), size=8).prepare().spec.class_names == ("cat", "dog")
     picture(98).save(folder / "stray.png")  # an image of no class: there are no classes
+    assert capsys.readouterr().out == ""
     assert ImageFolder(root=str(folder), size=8).prepare().spec.num_classes is None
+    assert "no classes: 1 of 32 images, such as 'stray.png', are in no folder of one" in capsys.readouterr().out
 
 
 def test_one_folder_is_no_class_and_other_files_do_not_matter(tmp_path):
@@ -300,6 +303,21 @@ def test_one_folder_is_no_class_and_other_files_do_not_matter(tmp_path):
     module = ImageFolder(root=str(root), size=8, channels=1).prepare()
     assert (module.spec.num_classes, module.spec.event_shape) == (None, (1, 8, 8))
     assert sum(len(module.split(s)) for s in ("train", "val", "test")) == 20
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(folder, monkeypatch):
+    real = os.scandir
+
+    def scandir(place):
+        if os.path.basename(place) in ("dog", "lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", place)
+        return real(place)
+
+    (folder / "lost+found").mkdir()  # of every disk, and of its owner alone
+    assert len(image_files(folder)) == 30
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(InputError, match="pets/dog cannot be read .Permission denied.: make it readable"):
+        ImageFolder(root=str(folder)).prepare()
 
 
 def test_a_folder_comes_before_links_to_it(tmp_path):
@@ -319,7 +337,7 @@ def test_sixteen_bits_of_a_grey_map(tmp_path):
         assert (found - torch.from_numpy(levels.astype(float)) * 255 / most).abs().max() <= 0.51
 
 
-@pytest.mark.parametrize("names", [("train", "val", "test"), ("train", "valid"), ("train", "test")])
+@pytest.mark.parametrize("names", [("train", "val", "test"), ("train", "valid"), ("Training", "Testing")])
 @pytest.mark.parametrize("cache", ["memory", "none"])
 def test_given_splits_are_honoured(tmp_path, names, cache):
     owner = {}
@@ -329,7 +347,7 @@ def test_given_splits_are_honoured(tmp_path, names, cache):
         place.parent.mkdir(parents=True, exist_ok=True)
         picture(number, (8, 8)).save(place)
         key = torch.from_numpy(np.array(picture(number, (8, 8)))).permute(2, 0, 1).numpy().tobytes()
-        owner[key] = "val" if part == "valid" else part
+        owner[key] = {"valid": "val", "Training": "train", "Testing": "test"}.get(part, part)
     module = ImageFolder(root=str(tmp_path / "set"), size=8, cache=cache).prepare()
     assert module.spec.class_names == ("a", "b")
     total = 0

@@ -18,13 +18,16 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.data import shard_writer
 from genmodels.data.base import SPLITS, DataModule
+from genmodels.data.image_folder import ImageFolder
 from genmodels.data.loading import TensorData
 from genmodels.data.shard_writer import encoded, write_shards
 from genmodels.data.shards import RECORD, Shards
 from genmodels.data.speech import Speech
 from genmodels.data.toy import Toy
 from genmodels.data.transport import Transport
+from genmodels.data.utterances import BucketedBatchSampler
 from genmodels.data.vision import Digits
+from genmodels.speech.audio import write_wav
 from tests.data.test_base import Broken
 
 
@@ -47,6 +50,10 @@ class Sounds(DataModule):
         rows = torch.arange(20).split([12, 4, 4])
         spec = DataSpec("sounds", (3, 8), None, 2, ("a", "b"), mel={"n_mels": 3}, statistics={"mean": 0.0, "std": 1.0})
         return spec, {s: Padded(x, torch.arange(20) % 2, r) for s, r in zip(SPLITS, rows, strict=True)}
+
+    def training_batches(self, data):
+        """As those of `Speech`."""
+        return BucketedBatchSampler(torch.full((len(data),), 8), self.batch_size, None, self.order_seed, width=8)
 
 
 class Wide(DataModule):
@@ -162,6 +169,65 @@ def test_other_data_in_the_same_folder_are_refused(tmp_path):
     assert bytes_of(out) == before
 
 
+def folder_of_pictures(root: Path, first: int) -> ImageFolder:
+    """Ten uncompressed pictures that differ for every number; all files have one size."""
+    root.mkdir(exist_ok=True)
+    for number in range(10):
+        Image.fromarray(np.full((8, 8, 3), first + number, np.uint8)).save(root / f"{number}.bmp")
+    return ImageFolder(root=str(root), size=8).prepare()
+
+
+def test_pictures_replaced_under_the_same_names_are_other_data(tmp_path):
+    out = tmp_path / "out"
+    write_shards(folder_of_pictures(tmp_path / "pictures", 0), out, 4, {})
+    before = bytes_of(out)
+    write_shards(folder_of_pictures(tmp_path / "pictures", 0), out, 4, {})
+    with pytest.raises(InputError, match="pictures has changed since the shards in out=.* were written .10 pictures, "):
+        write_shards(folder_of_pictures(tmp_path / "pictures", 50), out, 4, {})
+    assert bytes_of(out) == before
+    # A record of an earlier version has a fingerprint of names alone: its shards are read and kept.
+    record = json.loads(before[RECORD])
+    record["spec"]["fingerprint"] = record["spec"]["fingerprint"].partition(", contents")[0]
+    (out / RECORD).write_text(json.dumps(record))
+    written = write_shards(folder_of_pictures(tmp_path / "pictures", 50), out, 4, {})
+    assert written["spec"] == record["spec"] and written["shards"] == record["shards"]
+    assert int(Shards(root=str(out)).prepare().items("train").x.max()) < 10
+
+
+def test_shards_state_the_multiple_of_the_lengths_of_their_utterances(tmp_path):
+    """Those of earlier versions do in the configuration that they came from."""
+    module, source = Speech(multiple=3, batch_size=4).prepare(), {"_target_": "genmodels.data.speech.Speech"}
+    record = write_shards(module, tmp_path / "out", 20, source | {"multiple": 3})
+    assert record["spec"]["statistics"].pop("multiple") == 3
+    (tmp_path / "out" / RECORD).write_text(json.dumps(record))
+    shards = Shards(root=str(tmp_path / "out"), batch_size=4).prepare()
+    assert shards.spec == module.spec and shards.spec.statistics["multiple"] == 3
+    assert write_shards(module, tmp_path / "out", 20, source | {"multiple": 3})["shards"] == record["shards"]
+
+
+@pytest.mark.parametrize("max_frames", [None, 100])
+def test_mels_with_classes_are_trained_on_in_the_same_batches(max_frames, tmp_path):
+    for number in range(17):
+        place = tmp_path / "sounds" / "ab"[number % 2] / f"{number}.wav"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_wav(place, torch.randn(3000 + 500 * number) / 9, 22050)
+    options = {"batch_size": 4, "max_frames": max_frames}
+    module = Speech(root=str(tmp_path / "sounds"), layout="folder", val_fraction=0.1, test_fraction=0.1, **options)
+    write_shards(module.prepare(), tmp_path / "out", 7, {})
+    shards = Shards(root=str(tmp_path / "out"), **options).prepare()
+    batches = [list(one.train_dataloader()) for one in (shards, module)]
+    assert len(batches[0]) == (4 if max_frames is None else 7)
+    assert all(same(ours, theirs) for ours, theirs in zip(*batches, strict=True))
+
+
+def test_where_nothing_was_written_other_data_are_welcome(tmp_path):
+    """A first command that was stopped before its first shard leaves a record without shards."""
+    with pytest.raises(InputError, match="item 3 of broken"):
+        write_shards(Broken(**OPTIONS).prepare(), tmp_path / "out", 10, {"seed": 1})
+    assert json.loads((tmp_path / "out" / RECORD).read_text())["shards"] is None
+    assert write_shards(small(), tmp_path / "out", 10, {})["source"] == {}
+
+
 def test_items_that_come_with_others_are_refused(tmp_path):
     """Shards of data=transport would be without the source, and no model could be trained on them."""
     with pytest.raises(InputError, match="get those of toy_moons anew in every epoch"):
@@ -232,7 +298,7 @@ def test_two_writers_do_not_share_a_folder(tmp_path):
 
 
 def test_bad_values_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match="item 3 of broken holds a value that is not finite"):
+    with pytest.raises(InputError, match="item 3 of broken holds a value that is not finite"):
         write_shards(Broken(**OPTIONS).prepare(), tmp_path / "out", 10, {})
 
 

@@ -222,9 +222,16 @@ def test_doctor_compares_checksums(written):
     assert found == [f"{written}/train-000002.tar: it is not what was written (checksum)"]
 
 
-def test_settings_that_contradict_the_record(written):
-    with pytest.raises(InputError, match="data.levels=7, but .* was written with None: leave it out"):
+def test_settings_that_contradict_the_items(written, folder, tmp_path):
+    with pytest.raises(InputError, match="data.levels=7, but the items of .* have none: leave it out"):
         Shards(root=str(written), levels=7).prepare()
+    write(tmp_path / "arrays", "0.tar", [{"npy": array(np.full((1, 4, 6), n, np.uint8))} for n in range(20)])
+    assert Shards(root=str(tmp_path / "arrays"), size=6, channels=1, levels=256).prepare().spec.event_shape == (1, 4, 6)
+    for root, options, said in ((folder, {"size": 8, "levels": 17}, "data.levels=17, but the items of .* have 256"),
+                                (tmp_path / "arrays", {"size": 8}, "data.size=8, but .* have 6: leave it out"),
+                                (tmp_path / "arrays", {"channels": 3}, "data.channels=3, but .* have 1: leave it out")):
+        with pytest.raises(InputError, match=said):
+            Shards(root=str(root), **options).prepare()
 
 
 def test_a_record_of_somebody_else_is_no_record(folder):
