@@ -129,6 +129,11 @@ class GaussianDenoiser(_ExactDenoiser):
         z = normal((n, *self.event_shape), generator, dtype=torch.float64, device=self.mean.device)
         return self.mean + self._from_basis(self.variance.sqrt() * z)
 
+    @property
+    def entropy(self) -> float:
+        """-E log p of the data, nats."""
+        return float(0.5 * torch.log(2 * math.pi * math.e * self.variance).sum())
+
     def mmse(self, log_snr: Tensor) -> Tensor:
         """(*log_snr.shape, *event) variance of x_0 given x, per scalar (per eigenvalue)."""
         alpha, sigma = (v.reshape(*v.shape, *[1] * len(self.event_shape)) for v in alpha_sigma(log_snr))
@@ -199,6 +204,22 @@ class MixtureDenoiser(_ExactDenoiser):
         which = torch.searchsorted(self.log_weights.exp().cumsum(0), u).clamp(max=len(self.means) - 1)
         z = normal((n, *self.event_shape), generator, dtype=torch.float64, device=device)
         return self.means[which] + self.variances[which].sqrt() * z
+
+    @property
+    def entropy(self) -> float:
+        """-E log p of the data, nats, by a sum over a grid; of one or two scalars.
+
+        Errors: InputError for more scalars, whose entropy has no closed form.
+        """
+        if self.means[0].numel() > 2:
+            raise InputError(f"the entropy of a mixture is a sum over a grid, which {self.means[0].numel()} scalars "
+                             "are too many for: take the mean of -log_prob over samples")
+        means, spread = self.means.flatten(1), self.variances.flatten(1).sqrt()
+        cell, ends = spread.amin(0) / 4, zip((means - 9 * spread).amin(0), (means + 9 * spread).amax(0), strict=True)
+        grid = [torch.arange(*end, step, dtype=torch.float64) for end, step in zip(ends, cell, strict=True)]
+        grid = torch.cartesian_prod(*grid).view(-1, *self.event_shape).to(means.device)
+        log_prob = torch.cat([self.log_prob(some) for some in grid.split(65536)])
+        return float(-(log_prob.exp() * log_prob).sum() * cell.prod())
 
 
 def _log_normal(offset: Tensor, variance: Tensor) -> Tensor:

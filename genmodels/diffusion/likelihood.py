@@ -227,7 +227,10 @@ class OdeLikelihood:
             seed: seed of dequantisation and probes, which are keyed by (seed, item, draw).
         """
         density = self.density()
-        draws = self.importance_samples if spec.levels is not None else 1
+        draws = self.importance_samples
+        if draws > 1 and spec.levels is None:
+            raise InputError(f"importance_samples={draws} is for integers, and {spec.name} has real numbers: leave it "
+                             "out")
         if draws > 1 and not density.exact(spec.dims):
             raise InputError(
                 "importance samples need divergence=exact: the noise of random probes would raise the value; "
@@ -285,7 +288,7 @@ class OdeLikelihood:
         t = denoiser.schedule.time_of(first).to(x.device).expand(len(x))
         x0_hat = torch.cat([
             denoiser(*(None if v is None else v[part] for v in (noisy, t, cond, mask))).x0
-            for part in (slice(i, i + self.rows) for i in range(0, len(x), self.rows))
+            for part in (slice(i, i + self.rows) for i in range(0, max(1, len(x)), self.rows))
         ])
         decoded = -reconstruction_term(x, noisy, x0_hat, first[None], decoder, sigma2_ts, mask)
         return noisy, decoded - (standard_normal(eps, mask) - size * torch.log(sigma))

@@ -187,10 +187,13 @@ class OdeDensity:
         require_unaltered(denoiser)
         x = hide(x.to(torch.float64), mask)
         probes = None
-        if not self.exact(x[0].numel()):
+        if not self.exact(x.shape[1:].numel()):
             if generator is None:
                 raise InputError("the probes of divergence = 'hutchinson' need a generator")
             probes = rademacher((len(x), self.probes, *x.shape[1:]), child(generator, "probes"), device=x.device)
+        if not len(x):
+            columns = 1 if probes is None else self.probes
+            return OdeLogProb(x.new_zeros(0, columns), x, torch.zeros(0, dtype=torch.int64, device=x.device))
         found = []
         for start in range(0, len(x), self.rows):
             part = slice(start, start + self.rows)

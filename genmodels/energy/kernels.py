@@ -17,7 +17,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, check_temperature
 from genmodels.core.random import Generator, at_step, normal, uniform
-from genmodels.core.tensors import hide
+from genmodels.core.tensors import event_size
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction
 
 #: A proposal that raises the energy by more than this counts as a divergence of the integrator.
@@ -325,20 +325,25 @@ def predictor_corrector(
     """A step of the reverse diffusion between noise levels, then Langevin steps at the new level.
 
         predictor   x <- x + (sigma_i^2 - sigma_{i+1}^2) s(x, sigma_i) + sqrt(sigma_i^2 - sigma_{i+1}^2) xi
-        corrector   x <- x + h s(x, sigma_{i+1}) + sqrt(2h) xi,   h = min((snr |xi| / |s|)^2, sigma_{i+1}^2)
+        corrector   x <- x + h s(x, sigma_{i+1}) + sqrt(2h) xi,   h = min(snr^2 D / |s|^2, sigma_{i+1}^2)
 
-    Norms are those of each example, where the source takes their mean over the batch. The bound on h is ours: if the
-    score of an example nearly vanishes, the quotient is unbounded. In few dimensions the quotient varies strongly, and
-    the predictor alone (`corrector_steps=0`) is more accurate.
+    D is the number of scalars, the mean of |xi|^2: a step that depends on its own noise would widen the samples. |s| is
+    that of each example, where the source takes the mean over the batch, and twice our h for the same snr. The bound on
+    h is ours: if the score of an example nearly vanishes, the quotient is unbounded. In few dimensions |s| varies
+    strongly, and the predictor alone (`corrector_steps=0`) is more accurate.
+
+    The steps have errors of first order in the ratio of the levels: with the exact scores of N(0, 1) and levels from 10
+    to 0.01 the standard deviation of samples is 1.7 % too large by 200 levels and 7 % by 50 without corrector; with it
+    2.9 % and 5.6 % in 16 dimensions, 1.0 % and 3.9 % in 64.
 
     Arguments:
         shape: (B, *event).
         sigmas: decreasing noise levels.
-        snr: ratio of the norms of a corrector's drift and noise, up to a factor.
+        snr: ratio of the norms of a corrector's drift and noise, times the square root of 2.
         corrector_steps: corrections at each level; 0 is the predictor alone.
         denoise: whether to end with the posterior mean of the clean data given x.
         start: (B, *event) in place of N(0, sigma_1^2).
-        mask: (B, 1, T), of the valid frames, whose noise and scores alone decide h.
+        mask: (B, 1, T), of the valid frames, whose scores alone decide h.
         callback: called after each level as callback(number from 0, x).
 
     Errors: InputError for levels that do not decrease.
@@ -352,15 +357,15 @@ def predictor_corrector(
     """
     require_decreasing(sigmas)
     x = _start(shape, sigmas[0], generator, start, dtype, device)
+    size = rows(event_size(x, mask), x)
     with torch.no_grad():
         for i, (sigma, smaller) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             keyed = at_step(generator, 1 + i)
             gap = sigma**2 - smaller**2
             x = x + gap * _score(model, x, sigma, cond) + gap**0.5 * noise_like(x, keyed)
             for _ in range(corrector_steps):
-                score, noise = _score(model, x, smaller, cond), hide(noise_like(x, keyed), mask)
-                ratio = _length(noise) / _length(score)
-                h = (snr * ratio).square().clamp(max=smaller**2)
+                score, noise = _score(model, x, smaller, cond), noise_like(x, keyed)
+                h = (size * (snr / _length(score)).square()).clamp(max=smaller**2)
                 x = x + h * score + (2 * h).sqrt() * noise
             if callback is not None:
                 callback(i, x)

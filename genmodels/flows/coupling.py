@@ -223,15 +223,23 @@ class Coupling(Bijection):
         return self._change(change, parts, self._params(parts[0], x, cond, mask), mask)
 
     def _params(self, seen: Tensor, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        # The network may run in half precision; the transform does not.
-        params = self.net(seen, cond, mask).to(x.dtype)
-        return params.view(len(x), self.transform.params_per_dim, self.split.changed, *params.shape[2:])
+        count = self.transform.params_per_dim
+        params = outputs(self.net, seen, cond, mask, count * self.split.changed)
+        return params.view(len(x), count, self.split.changed, *params.shape[2:])
 
     def _change(self, change, parts: tuple, params: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         seen, x2, squares = parts
         z2, log_derivative = change(x2, params)
         z, log_derivative = self.split.put(seen, z2, log_derivative, squares)
         return z, per_example(hide(log_derivative, mask))
+
+
+def outputs(net: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None, channels: int) -> Tensor:
+    """`net(x, cond, mask)` (B, channels, *space) in the precision of x, though the network may run in half precision.
+
+    Events without a position have empty outputs: convolutions refuse them.
+    """
+    return x.new_zeros(len(x), channels, *x.shape[2:]) if 0 in x.shape[2:] else net(x, cond, mask).to(x.dtype)
 
 
 #: Attributes that a network needs in addition to `net(x, cond, mask)`.

@@ -23,7 +23,7 @@ from genmodels.flows.linear import Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze2d, require_division
-from genmodels.nn.attention_block import AttentionKind, Site, is_for_maps
+from genmodels.nn.attention_block import AttentionKind, Site, check_heads, is_for_maps
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import GatedConvNet, ResidualConvNet
 from genmodels.nn.dit import Places, TokenTransformer
@@ -153,6 +153,7 @@ def realnvp_image(
     """
     event_shape = as_shape(event_shape)
     one_of("net", net, NETS)
+    check_heads(attention, heads, 4)
     if isinstance(layout, str):
         raise ValueError(f"layout is a list of parts such as [checkerboard*4], got {layout!r}")
     if dropout and net != "residual":
@@ -219,7 +220,9 @@ class ShiftScale(ElementTransform):
 
     def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         s, t = params.unbind(1)
-        return z * (0.5 + 0.5 * torch.exp(-s)) - t, -math.log(2) - logsigmoid(s)
+        # exp(-s) alone would overflow below s = -88 in float32, and give NaN where z = 0, which is x = -t for any s.
+        half = torch.exp((-0.5 * s).clamp(max=math.log(torch.finfo(s.dtype).max) - 1))
+        return 0.5 * (z + z * half * half) - t, -math.log(2) - logsigmoid(s)
 
 
 class TokenNet(nn.Module):

@@ -247,9 +247,7 @@ class Affine(ElementTransform):
     def inverse(self, z: Tensor, params: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
         s, t = params.unbind(1)
         h = -self.log_scale(s, own)
-        if self.scale == "plain":
-            return (z - t) / self.log_scale.signed(s), h
-        return (z - t) * torch.exp(h), h
+        return (z - t) / self.log_scale.signed(s) if self.scale == "plain" else (z - t) * torch.exp(h), h
 
 
 class MeanScale(ElementTransform):
@@ -346,7 +344,7 @@ class LogisticMixture(ElementTransform):
     def inverse(self, z: Tensor, params: Tensor, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
         mixture, affine = self._unpack(params)
         v, h = self.affine.inverse(z, affine, own)
-        x = _Root.apply(v, *mixture)
+        x = (_Root if torch.compiler.is_compiling() else _EagerRoot).apply(v, *mixture)
         return x, h - logit(x, mixture)[1]
 
     def _unpack(self, params: Tensor) -> tuple[Mixture, Tensor]:
@@ -405,6 +403,17 @@ def _like(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Ten
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
+def _slopes(x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The derivatives of the root x in v and the parameters, differentiable in turn; see `_Root`."""
+    mixture = Mixture(*parameters)
+    below, above = _shares(x, mixture)
+    density = _density(below, above, mixture)
+    of_v = torch.exp(below.logsumexp(1) + above.logsumexp(1) - density.logsumexp(1))
+    of_mean = softmax(density, dim=1)
+    of_weight = of_v.unsqueeze(1) * (softmax(above, dim=1) - softmax(below, dim=1))
+    return of_v, of_weight, of_mean, of_mean * (x.unsqueeze(1) - mixture.mean)
+
+
 class _Root(torch.autograd.Function):
     """x(v, pi, mu, s) with logit F(x) = v, with the gradient of the implicit function.
 
@@ -423,16 +432,18 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(output, *inputs[1:])
+        ctx.save_for_forward(output, *inputs[1:])
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        # Differentiable operations on saved inputs and output, so that second derivatives exist.
-        x, *parameters = ctx.saved_tensors
-        mixture = Mixture(*parameters)
-        below, above = _shares(x, mixture)
-        density = _density(below, above, mixture)
-        log_slope = density.logsumexp(1) - below.logsumexp(1) - above.logsumexp(1)
-        for_v = gradient * torch.exp(-log_slope)
-        for_mean = gradient.unsqueeze(1) * softmax(density, dim=1)
-        for_weight = -for_v.unsqueeze(1) * (softmax(below, dim=1) - softmax(above, dim=1))
-        return for_v, for_weight, for_mean, for_mean * (x.unsqueeze(1) - mixture.mean)
+        of_v, *others = _slopes(*ctx.saved_tensors)
+        return gradient * of_v, *(gradient.unsqueeze(1) * of for of in others)
+
+
+class _EagerRoot(_Root):
+    """Also in forward mode, whose rule torch.compile refuses; second derivatives are those of `jacfwd(jacrev())`."""
+
+    @staticmethod
+    def jvp(ctx, v: Tensor, *tangents: Tensor) -> Tensor:
+        of_v, *others = _slopes(*ctx.saved_tensors)
+        return v * of_v + sum((of * tangent).sum(1) for of, tangent in zip(others, tangents, strict=True))

@@ -15,13 +15,13 @@ from genmodels.core.errors import one_of, only_for
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, per_example, shown
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, couple
+from genmodels.flows.coupling import ChannelSplit, couple, outputs
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture, bounded
 from genmodels.flows.linear import InvertibleLinear
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
-from genmodels.nn.attention_block import AttentionKind
+from genmodels.nn.attention_block import AttentionKind, check_heads
 from genmodels.nn.condition import Condition, require_condition
 from genmodels.nn.coupling_networks import ConvNet
 
@@ -75,7 +75,7 @@ class FactorOut(Channelwise):
 
     def _statistics(self, kept: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and log-scale of the channels that are factored out."""
-        mean, s = self.prior(kept, cond, mask).to(kept.dtype).split(self.kept, dim=1)
+        mean, s = outputs(self.prior, kept, cond, mask, 2 * self.kept).split(self.kept, dim=1)
         return mean, bounded(s, 5.0)
 
     def _volume(self, log_scale: Tensor, mask: Tensor | None) -> Tensor:
@@ -322,6 +322,7 @@ def glow(
     one_of("scale", scale, ("tanh", "sigmoid"))
     if coupling != "affine":
         only_for("coupling=affine", scale=(scale, "tanh"))
+    check_heads(attention, heads, 4)
     dims = len(event_shape) - 1
     if dims not in _SQUEEZE:
         raise ValueError(f"glow takes images (C, H, W) or sequences (C, T), not events of shape {tuple(event_shape)}")

@@ -80,8 +80,7 @@ class GenerativeModel(OfLightning, nn.Module):
         self._hparams: dict = {}
         spec.require(self.family, text=self.takes_text, source=self.takes_source)
         self.spec = spec
-        self.seed = 0
-        self.batches_seen = 0  # micro-batches of the whole run, in step on all processes
+        self.seed = self.batches_seen = 0  # the latter micro-batches of the whole run, in step on all processes
         self.figures: dict[str, float] = {}
         self.run_config: dict = {}
         self.decided: dict = {}
@@ -242,8 +241,8 @@ class GenerativeModel(OfLightning, nn.Module):
             if cond is not None:
                 raise InputError("this model is unconditional: leave cond out")
             return None
-        wanted = self.spec.classes_named(cond)
-        return torch.tensor(wanted, device=self.device)[index.to(self.device) % len(wanted)]
+        wanted = torch.tensor(self.spec.classes_named(cond), device=self.device)
+        return wanted[index.to(self.device) % len(wanted)]
 
     @property
     def modelled(self) -> DataSpec:
@@ -265,9 +264,12 @@ class GenerativeModel(OfLightning, nn.Module):
         return batch.cond if self.conditional else None
 
     def require_class(self, cond: object) -> None:
-        """Raise InputError for no class where training always gave it."""
+        """Raise InputError for no class where training always gave it, or outside training for labels of no class."""
         if cond is None and self.conditional and not self.has_null_class:
             raise InputError("this model was trained with cond_drop=0 and always needs a class: give cond")
+        if isinstance(cond, Tensor) and self.conditional and not self.training:  # where the data module has not checked
+            for wrong in cond[(cond < 0) | (cond >= self.num_classes + self.has_null_class)]:
+                self.spec.classes_named(wrong)
 
     def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
         """Called in a subclass' constructor: condition on the class where the data have classes.
@@ -422,10 +424,8 @@ class GenerativeModel(OfLightning, nn.Module):
         try:
             return json.loads(json.dumps(described))
         except TypeError as error:
-            raise RunError(
-                f"this {self.family} was built from objects, which a checkpoint does not hold: "
-                f"build it from plain options ({error})"
-            ) from error
+            raise RunError(f"this {self.family} was built from objects, which a checkpoint does not hold: build it "
+                           f"from plain options ({error})") from error
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """The header, and the counters that exact resume needs."""

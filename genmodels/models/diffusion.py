@@ -390,8 +390,12 @@ class DiffusionModel(GenerativeModel):
         self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
-        return self.decode(self.follow(latents[0], cond, weights, steps, mask))
+        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data.
+
+        Sequences are silent where the mask is False, as samples are.
+        """
+        self.require_class(cond)
+        return silent_beyond(self.decode(self.follow(latents[0], cond, weights, steps, mask)), mask, self.spec)
 
     @torch.no_grad()
     def follow(

@@ -266,6 +266,9 @@ class EnergyModel(ScoreMatched):
             rows: most rows in one pass through the network.
         """
         at_least(1, importance_samples=importance_samples, chains=chains, densities=densities)
+        if importance_samples > 1 and self.spec.levels is None and self.encoding.gap is None:
+            raise InputError(f"importance_samples={importance_samples} is for integers, and {self.spec.name} has real "
+                             "numbers, to which no noise is added: leave it out")
         core, found = self.weights(weights), self.normaliser(weights, seed, normaliser, chains, densities)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")

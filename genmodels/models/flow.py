@@ -277,6 +277,9 @@ class FlowModel(GenerativeModel):
         if rows is None:  # a CPU pays for the page faults of tensors above 32 MiB, which its allocator never keeps
             rows = 128 if batch.x.device.type == "cpu" else 1024
         at_least(1, importance_samples=importance_samples)
+        if importance_samples > 1 and self.spec.levels is None:
+            raise InputError(f"importance_samples={importance_samples} is for integers, and {self.spec.name} has real "
+                             "numbers, whose likelihood is exact: leave it out")
         core = self.weights(weights)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")
@@ -330,10 +333,14 @@ class FlowModel(GenerativeModel):
     def from_latents(
         self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", mask: Tensor | None = None
     ) -> Tensor:
-        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
+        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data.
+
+        Sequences are silent where the mask is False, as samples are.
+        """
         core, cond = self.weights(weights), self._or_null(cond, len(latents[0]))
         v = core.flow.from_latents(latents, cond, mask)
-        return core.quantise(core.denoise(v, cond, mask) if isinstance(core, NoisyFlow) else v)
+        x = core.quantise(core.denoise(v, cond, mask) if isinstance(core, NoisyFlow) else v)
+        return silent_beyond(x, mask, self.spec)
 
     # ---- the invertibility monitor ------------------------------------------------------------------------------
 

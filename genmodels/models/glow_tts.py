@@ -16,7 +16,7 @@ from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import even_lengths
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
-from genmodels.nn.attention_block import AttentionKind
+from genmodels.nn.attention_block import AttentionKind, check_heads
 from genmodels.nn.condition import Condition
 from genmodels.speech.alignment import log_mean_over_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
@@ -78,6 +78,7 @@ class GlowTTS(AlignedModel):
     ):
         super().__init__(spec, **shared)
         at_least(1, steps=steps, hidden=hidden, depth=depth)
+        check_heads(attention, heads, 2)
         width = self.speaker_channels if spec.speakers else 0
         encoder = self.make_encoder()
         decoder = mel_decoder(

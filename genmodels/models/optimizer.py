@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, at_least
+from genmodels.core.errors import InputError, at_least, only_for
 from genmodels.core.processes import own
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamax": torch.optim.Adamax}
@@ -54,6 +54,8 @@ class Optimizer:
         if self.decay not in ("none", "cosine", "exponential"):
             raise ValueError(f"optimizer.decay must be none, cosine or exponential, got {self.decay!r}")
         at_least(1, **{"optimizer.half_life": self.half_life})
+        if self.decay != "exponential":
+            only_for("decay=exponential", **{"optimizer.half_life": (self.half_life, type(self).half_life)})
         for key in ("lr", "weight_decay", "warmup_steps", "clip"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"optimizer.{key} must be finite and not negative, got {getattr(self, key)}")

@@ -395,7 +395,8 @@ class Recognizer(GenerativeModel):
         second = core.net.subsampling * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
         words: list[tuple[str, float, float]] = []
         going_on = False
-        for letter, (first, last) in zip(self.written(found), spans, strict=True):
+        for token, (first, last) in zip(found.tokens, spans, strict=True):
+            letter = self.symbols.table[token + 1]
             if letter != " ":
                 word, begin = words.pop()[:2] if going_on else ("", first * second)
                 words.append((word + letter, begin, (last + 1) * second))
@@ -403,8 +404,8 @@ class Recognizer(GenerativeModel):
         return words
 
     def written(self, found: Hypothesis) -> str:
-        """A hypothesis in characters."""
-        return self.symbols.decode([k + 1 for k in found.tokens])
+        """A hypothesis in characters, without spaces at its ends, which no reference has."""
+        return self.symbols.decode([k + 1 for k in found.tokens]).strip()
 
     def said(self, batch: Batch) -> list[str]:
         """The reference texts of a batch, in characters."""

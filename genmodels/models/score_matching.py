@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, require_spread
-from genmodels.core.errors import InputError, RunError, check_number
+from genmodels.core.errors import InputError, RunError, check_number, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import Generator, KeyedGenerator, uniform
@@ -64,6 +64,8 @@ class Encoding(nn.Module):
             raise InputError(f"whitening=pca is for vectors of at most {MOST_PAIRS} numbers, got {spec.event_shape}")
         if gaps and spec.levels is not None:
             raise InputError("gaps=true is for continuous data: integers are dequantised anyway")
+        if spec.levels is None:
+            only_for("integers, which are dequantised", alpha=(alpha, 1e-6))
         self.spec, self.whitening = spec, whitening
         self.dequantize = None if spec.levels is None else UniformDequantize(spec.levels)
         self.logit = None if spec.levels is None else Logit(alpha)

@@ -346,6 +346,13 @@ def check_kind(attention: str, dims: int) -> None:
                          f"{hint(attention, legal, ';')}")
 
 
+def check_heads(attention: str, heads: int, usual: int) -> None:
+    """Raise ValueError for a number of heads, other than the usual one, where `none` is the usual attention."""
+    if attention == "none" and heads != usual:
+        raise ValueError(f"heads={heads} is for an attention block, and there is none: choose an attention, or leave "
+                         "heads out")
+
+
 def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Module | None:
     """The mechanism of a kind of `ATTENTION`, `(x (B, L, dim), mask=(B, 1, L)) -> (y, cache)`; None for none.
 

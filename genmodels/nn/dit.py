@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad, pixel_shuffle, silu
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, one_of
 from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide, wide
 from genmodels.nn.attention import Cache, Slots
@@ -322,8 +322,9 @@ class DiT(nn.Module):
         dims = len(space)
         if dims not in (1, 2):
             raise ValueError(f"the DiT takes events (C, T) or (C, H, W), got {tuple(event_shape)}: use the MLP")
-        if patch < 1 or (size is not None and size not in SIZES):
-            raise ValueError(f"patch = {patch} must be at least 1, and size one of {', '.join(SIZES)}, got {size}")
+        at_least(1, patch=patch)
+        if size is not None:
+            one_of("size", size, SIZES)
         published = SIZES.get(size, _SMALL)
         depth, width, heads = (own if given is None else given
                                for own, given in zip(published, (depth, width, heads), strict=True))  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import hide
-from genmodels.nn.attention_block import AttentionKind
+from genmodels.nn.attention_block import AttentionKind, check_heads
 from genmodels.nn.blocks import CONVOLUTION, GroupNorm, check_channels, run
 from genmodels.nn.jet import Jet, has_jet, propagate, smooth_activation
 from genmodels.nn.unet import UNet
@@ -293,6 +293,7 @@ class UNetEnergy(nn.Module):
         super().__init__()
         if form not in _FORMS:
             raise InputError(f"form = {form!r} is not one of {', '.join(_FORMS)}")
+        check_heads(attention, heads, 4)
         if attention == "hard":
             raise InputError("attention = hard has in training the gradient of a softmax, not its own: the score of an "
                              "energy would not be its gradient")

@@ -70,6 +70,8 @@ class TransformerLayer(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if x.shape[2] == 0:  # torch's convolutions refuse it
+            return x
         h = hide(x, mask)
         if self.attention is not None:
             y, _ = self.attention(self.norm_1(h).transpose(1, 2), mask=mask)

@@ -306,15 +306,19 @@ def described(model: GenerativeModel, datamodule: DataModule) -> dict:
 
 
 def attention_paths(model: nn.Module, device_type: str) -> list[str]:
-    """One line for each attention of a model: its implementation on such a device, and the reason.
+    """How the attention of a model is implemented on such a device, and why: a line for all modules that are alike.
 
     Example:
         >>> from genmodels.nn.attention import Rotary
-        >>> attention_paths(nn.Sequential(Attention(8, 2, Rotary(8, 2))), "cpu")
-        ['0: sdpa, fused; positions turn q and k beforehand']
+        >>> attention_paths(nn.Sequential(*(Attention(8, 2, Rotary(8, 2)) for _ in range(3))), "cpu")
+        ['0 and 2 more: sdpa, fused; positions turn q and k beforehand']
     """
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Attention))
-    return [f"{name}: {', '.join(choose(a.backend, a.derivatives, a.position, device_type))}" for name, a in found]
+    found: dict[str, list[str]] = {}
+    for name, a in model.named_modules():
+        if isinstance(a, Attention):
+            found.setdefault(", ".join(choose(a.backend, a.derivatives, a.position, device_type)), []).append(name)
+    return [names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {how}"
+            for how, names in found.items()]
 
 
 def summary(model: GenerativeModel, folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.errors import InputError
 from genmodels.diffusion import (
     SCHEDULES,
     CosineSchedule,
@@ -115,6 +116,44 @@ def test_log_prob_is_the_marginal_without_noise():
         x = points()
         marginal = denoiser.marginal_log_prob(x, torch.zeros(1))
         torch.testing.assert_close(denoiser.log_prob(x), marginal, rtol=1e-12, atol=0)
+
+
+def test_numbers():
+    """Those of the specification: densities and scores of the data and of one noise level, entropies."""
+    def of(*values):
+        return torch.tensor(values, dtype=torch.float64)
+
+    covariance = of((1.0, 0.5, 0.0), (0.5, 2.0, -0.3), (0.0, -0.3, 0.5))
+    gaussian = GaussianDenoiser.from_covariance(CosineSchedule(), of(0.5, -1.0, 2.0), covariance)
+    mixture = MixtureDenoiser(CosineSchedule(), of(0.3, 0.7), of((-2.0, 0.0), (2.0, 0.0)), of(0.25, 1.0))
+    clean, noisy = of(math.inf), of(0.64 / 0.36).log()
+    for exact, x, log_snr, log_prob, score in (
+        (gaussian, [0.0, 0, 0], clean, -6.7615759974, (0.5159235669, -0.0318471338, 3.9808917197)),
+        (mixture, [0.0, 0], clean, -4.1903117236, (1.9576869061, 0)),
+        (mixture, [-1.0, 0.5], clean, -4.0882060384, (-3.5440790423, -1.9023026519)),
+        (mixture, [0.0, 0], noisy, -3.2491211655, None),
+    ):
+        x = of(x)
+        assert float(exact._log_marginal(x, log_snr)) == pytest.approx(log_prob, abs=1e-8)
+        if score is not None:
+            assert exact.at_log_snr(x, log_snr).score[0].tolist() == pytest.approx(score, abs=1e-8)
+    assert gaussian.entropy == pytest.approx(4.1357798190, abs=1e-8)
+    assert mixture.entropy == pytest.approx(3.0227, abs=5e-5)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 1, 2)])
+def test_the_entropy_of_a_mixture_is_that_of_its_parts(shape):
+    """Equal parts make a Gaussian; of parts far from one another it is the mean, plus that of the choice."""
+    for apart in (0.0, 60.0):
+        means = torch.stack([torch.zeros(shape), torch.full(shape, apart)])
+        mixture = MixtureDenoiser(CosineSchedule(), torch.tensor([0.25, 0.75]), means, 0.5)
+        chosen = (0.25 * math.log(4) + 0.75 * math.log(4 / 3)) if apart else 0.0
+        gaussian = GaussianDenoiser(CosineSchedule(), torch.zeros(shape), 0.5).entropy
+        assert mixture.entropy == pytest.approx(gaussian + chosen, abs=1e-9)
+
+
+def test_the_entropy_of_a_mixture_of_many_scalars_is_refused(refuses):
+    refuses(InputError, "3 scalars are too many for", getattr, exact_denoisers(CosineSchedule())["mixture"], "entropy")
 
 
 def test_float32_in_float32_out():

@@ -175,6 +175,19 @@ def test_options_that_mean_nothing_are_refused_in_one_line(options, words, refus
     refuses(InputError, words, model.ode_likelihood, items, **options)
 
 
+def test_importance_samples_are_for_integers(refuses):
+    model = DDPM(DataSpec("plane", (2,)), num_steps=8)
+    items = Batch(torch.zeros(1, 2))
+    refuses(InputError, "importance_samples=2 is for integers", model.ode_likelihood, items, importance_samples=2)
+
+
+@pytest.mark.parametrize("dequantisation", ["uniform", "diffusion"])
+def test_no_items_have_no_likelihood(dequantisation):
+    model, items = network_model()
+    nothing = Batch(items.x[:0], items.cond[:0], index=items.index[:0])
+    assert model.ode_likelihood(nothing, dequantisation=dequantisation).nats.shape == (0,)
+
+
 def test_a_path_that_fails_names_the_item():
     model, items = network_model()
     items.index = torch.tensor([7, 4, 9])

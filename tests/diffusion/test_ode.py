@@ -394,6 +394,14 @@ def test_unknown_options_are_refused_in_one_line(options, words, refuses):
     refuses(InputError, words, OdeDensity, **options)
 
 
+@pytest.mark.parametrize("divergence, columns", [("exact", 1), ("hutchinson", 3)])
+def test_no_points_have_no_densities(divergence, columns):
+    density = OdeDensity(divergence=divergence, probes=3)
+    found = density(exact_denoiser("gaussian"), points()[:0], TOP, generator=torch.Generator())
+    assert found.log_prob.shape == (0, columns) and found.latent.shape == points()[:0].shape
+    assert found.evaluations.shape == (0,)
+
+
 def test_probes_need_a_generator():
     with pytest.raises(InputError, match="need a generator"):
         OdeDensity(divergence="hutchinson")(exact_denoiser("gaussian"), points(), TOP)

@@ -433,6 +433,24 @@ def test_every_check(name):
     checked(name, compiled=False).raise_if_failed()
 
 
+@pytest.mark.parametrize("name", [name for name, instance in INSTANCES.items() if len(instance.shape) == 2])
+def test_sequences_without_positions(name):
+    """Empty in, empty out, and the log-determinant of an empty product; `inverse` leads back to the shape."""
+    instance = INSTANCES[name]
+    shape = (instance.shape[0], 0)
+    layer = instance.make()
+    try:
+        layer.out_shape(shape)
+    except ValueError:
+        pytest.skip("takes one length")
+    cond = instance.conditions()
+    if instance.cond is not None and instance.cond.kind == "map":
+        cond = cond[..., :0]
+    z, logdet = layer(torch.zeros(3, *shape), cond)
+    x, back = layer.inverse(z, cond)
+    assert z.numel() == 0 and x.shape == (3, *shape) and logdet.tolist() == back.tolist() == [0, 0, 0]
+
+
 def error_of_single_gradients(flow, shape, cond=None):
     """How far the gradients of three items are from those of each by itself."""
     given = None if cond is None else torch.cat([cond] * 20)

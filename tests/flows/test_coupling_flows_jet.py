@@ -41,6 +41,15 @@ def test_the_scale_is_two_sigmoid_and_its_logarithm_the_log_derivative():
     assert torch.allclose(back, x, atol=1e-12) and torch.equal(h_back, -h)
 
 
+def test_the_inverse_of_the_smallest_scales():
+    """In float32 e^90 is infinite, but z e^90 need not be; and z = 0 is x = -t whatever the scale."""
+    s = torch.tensor([-90.0, -90.0, -200.0, -800.0], requires_grad=True)
+    params = torch.stack([s, torch.full_like(s, 2.0)])[None]
+    x, h = ShiftScale().inverse(torch.tensor([[1e-38, 0.0, 0.0, 0.0]]), params)
+    assert x[0].tolist() == pytest.approx([0.5e-38 * math.exp(90) - 2, -2, -2, -2]) and h.isfinite().all()
+    assert torch.autograd.grad(x.sum(), s)[0].isfinite().all()
+
+
 def test_the_network_sees_every_token_and_knows_their_places():
     torch.manual_seed(0)
     net = TokenNet(2, 4, **TINY).to(DOUBLE)

@@ -508,6 +508,16 @@ def test_function_transforms_of_the_inverse():
         torch.testing.assert_close(found, right)
 
 
+def test_forward_mode_of_the_inverse():
+    transform, z, params = random_case(count=5, spread=1.0)
+    tangents = (torch.ones_like(z), params.sin())
+    right = torch.autograd.functional.jvp(transform.inverse, (z, params), tangents)  # by reverse mode, twice
+    torch.testing.assert_close(torch.func.jvp(transform.inverse, (z, params), tangents), right)
+    each = torch.func.vmap(torch.func.jacfwd(lambda at, given: transform.inverse(at[None], given[None])[0].sum()))
+    for_z = torch.autograd.functional.jacobian(lambda at: transform.inverse(at, params)[0].sum(), z)
+    torch.testing.assert_close(each(z, params), for_z)
+
+
 class NoImplicit(LogisticMixture):
     """The root is a constant."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.distributions import Normal
 
 from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import GaussianDenoiser
@@ -49,6 +51,21 @@ def test_levels_survive_the_way_there_and_back(levels):
     inside = model.encode(x)
     assert float(inside.min()) >= -1 and float(inside.max()) <= 1
     assert torch.equal(model.decode(inside), x)
+
+
+@pytest.mark.parametrize(
+    "label, cond_drop, right", [(-1, 0.1, False), (11, 0.1, False), (10, 0.0, False), (10, 0.1, True)]
+)
+def test_labels_of_no_class_are_refused(label, cond_drop, right):
+    """The last label is the null class of a model that has learned it."""
+    model, items = small(cond_drop=cond_drop), batch(2)
+    items.cond[1] = label
+    latents = model.latents(batch(2), steps=2)
+    for use in (lambda: model.log_likelihood(items), lambda: model.latents(items, steps=2),
+                lambda: model.from_latents(latents, items.cond, steps=2)):
+        said = rf"class {label} does not exist, classes are 0\.\.9"
+        with contextlib.nullcontext() if right else pytest.raises(InputError, match=said):
+            use()
 
 
 def gaussian_model(location: float, scale: float) -> DDPM:

@@ -331,6 +331,8 @@ BAD = [
     (lambda: made("table, white")[0].normaliser(method="ase"), "normaliser must be one of"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(50, 4) * torch.tensor([1.0, 1, 0, 1]))), "constant"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(300, 4).round())), "gaps=true"),
+    (lambda: EnergyModel(TABLE, alpha=0.05), "alpha=0.05 is for integers"),
+    (lambda: made("plane")[0].log_likelihood(batch_of(PLANE), importance_samples=2), "importance_samples=2 is for int"),
 ]
 
 

@@ -122,6 +122,21 @@ def test_latents_hold_everything(name):
     torch.testing.assert_close(back.double(), batch.x.double(), rtol=1e-6, atol=1e-6)
 
 
+def test_mels_of_latents_are_silent_beyond_their_length():
+    spec = DataSpec("mels", (4, 16), mel={}, statistics={"mean": -5.0, "std": 2.0, "frames": 8})
+    mask = torch.arange(16) < torch.tensor([8, 16])[:, None, None]
+    data = Batch(torch.randn(2, 4, 16).masked_fill(~mask, math.log(1e-5)), mask=mask)
+    model = Glow(spec, steps=1, hidden=8, levels=1)
+    model.initialize(data)
+    back = model.eval().from_latents(model.latents(data), mask=mask)
+    torch.testing.assert_close(back, data.x, rtol=1e-4, atol=1e-4)
+
+
+def test_importance_samples_are_for_integers():
+    with pytest.raises(InputError, match="importance_samples=2 is for integers, and plane has real numbers"):
+        made("nsf").log_likelihood(batch_of(PLANE), importance_samples=2)
+
+
 @pytest.mark.parametrize("name", ["nsf", "maf", "realnvp of vectors"])
 def test_the_density_is_that_of_the_data(name):
     """log p(x) = log N(z) + log |det dz/dx| in the data's own units, by autograd through everything."""

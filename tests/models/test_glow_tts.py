@@ -206,6 +206,8 @@ def test_alignments_are_searched_in_full_precision_under_autocast():
 def test_too_many_tokens_are_named_and_other_data_refused():
     with pytest.raises(InputError, match=r"item 0 has 12 tokens but only 6 frames.*items \[0\] of speech"):
         model().log_likelihood(batch(((12, 6),)))
+    with pytest.raises(ValueError, match="heads=4 is for an attention block"):
+        model(heads=4)
     with pytest.raises(InputError, match="no texts"):
         GlowTTS(DataSpec("digits", (1, 8, 8), levels=17))
     from genmodels.models.normalizing_flows import Glow

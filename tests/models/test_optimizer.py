@@ -35,6 +35,7 @@ def test_the_rate_follows_the_formula(decay, warmup):
         ({"lr": math.inf}, "lr must be finite"),
         ({"clip": float("nan")}, "clip must be finite and not negative"),
         ({"betas": (2, 3)}, "two numbers in"),
+        ({"half_life": 5}, "optimizer.half_life=5 is for decay=exponential"),
         ({"betas": (0.9, float("nan"))}, "two numbers in"),
     ],
 )

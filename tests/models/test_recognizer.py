@@ -239,10 +239,11 @@ def test_a_stream_of_triggered_attention_ends_with_what_is_heard_of_the_whole():
     assert float(recognizer.log_likelihood(replace(whole, cond=text)).nats) == pytest.approx(found[0].score, abs=1e-4)
 
 
-def test_words_have_times():
+@pytest.mark.parametrize("said", ["so it is", " so it is "])
+def test_words_have_times_and_texts_end_in_no_space(said):
     recognizer, whole = model(), texts.batch(((3, 40),))
-    said = "so it is"
     found = Hypothesis(tuple(k - 1 for k in recognizer.symbols.encode(said)), 0.0)
+    assert recognizer.written(found) == "so it is"
     words = recognizer.times(whole, found)
     assert [word for word, _, _ in words] == said.split()
     ends = [0.0, *(second for _, begin, end in words for second in (begin, end))]

@@ -112,6 +112,13 @@ def test_the_window_of_shaw():
     assert Transformer(8, depth=1, hidden=4, attention="shaw", window=3).layers[0].attention.position.K == 3
 
 
+@pytest.mark.parametrize("attention", ["shaw_zero", "rope", "none"])
+def test_sequences_without_positions(attention):
+    net = Transformer(8, depth=2, hidden=4, attention=attention)
+    for mask in (None, torch.zeros(2, 1, 0, dtype=torch.bool)):
+        assert net(torch.zeros(2, 8, 0), mask).shape == (2, 8, 0)
+
+
 @pytest.mark.parametrize("make, words", [
     (lambda: Transformer(8, attention="swin2d"), "'swin2d' is not one of .* for sequences"),
     (lambda: Transformer(8, attention="shaw_zeros"), "did you mean 'shaw_zero'"),
