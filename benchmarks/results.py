@@ -174,11 +174,8 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
     """The lines of one data set: a row for each likelihood of each model, means over the tables of all seeds."""
     data = tables[0]["data"]
     unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
-    gaps = any(line.get("kl_paired") is not None for model in tables[0]["models"] for line in model["likelihood"])
-    columns = ["model", unit, "kind, how", "SE", *(["above the entropy"] if gaps else []), "Fréchet",
-               "kernel distance", "precision", "recall", "network evaluations", "samples/s", "parameters", "step",
-               "CPU minutes"]  # fmt: skip
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = [["model", unit, "kind, how", "SE", "above the entropy", "Fréchet", "kernel distance", "precision", "recall",
+             "network evaluations", "samples/s", "parameters", "step", "CPU minutes"]]  # fmt: skip
     for m, label in enumerate(labels):
         models = [table["models"][m] for table in tables]
         for k, line in enumerate(models[0]["likelihood"]):
@@ -186,11 +183,11 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
             value = mean_and_spread([one.get(key) for one in found], places)
             cells = [label if k == 0 else "", f"{line['mark']} {value}" if value else "none",
                      line["kind"] + (f", {line['how']}" if line["how"] else ""),
-                     mean_and_spread([found[0].get("se_data")], places)]
-            if gaps:
-                cells.append(over_seeds(found, "kl_paired", "se_gap"))
-            cells += _about(models) if k == 0 else [""] * 9
-            lines.append("| " + " | ".join(cells) + " |")
+                     mean_and_spread([found[0].get("se_data")], places), over_seeds(found, "kl_paired", "se_gap")]
+            rows.append(cells + (_about(models) if k == 0 else [""] * 9))
+    rows = list(zip(*(column for column in zip(*rows, strict=True) if any(column[1:])), strict=True))
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
     scale = []
     for row in tables[0]["references"]:
         scale.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
