@@ -17,7 +17,8 @@ import torch
 
 from genmodels.cli.main import main
 from genmodels.core.checkpoint import read_header
-from genmodels.models.checkpoint import read_checkpoint
+from genmodels.core.errors import stored_options
+from genmodels.models.checkpoint import load_model, read_checkpoint
 from tests.commands import ROOT, Started
 
 SMALL = [
@@ -250,6 +251,24 @@ def test_resume_without_a_run(tmp_path, capsys):
     assert main(["train", *SMALL, f"run_dir={tmp_path / 'none'}", "resume=last"]) == 2
     message = capsys.readouterr().err
     assert "no last.ckpt" in message and message.count("\n") == 1
+
+
+def test_an_exported_model_is_not_resumed(tmp_path, capsys):
+    (tmp_path / "model.safetensors").touch()
+    assert main(["train", *SMALL, f"resume={tmp_path / 'model.safetensors'}"]) == 2
+    message = capsys.readouterr().err
+    assert "holds its weights alone" in message and "init=" in message and message.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_options_without_effect_are_refused_but_for_those_of_a_checkpoint(tmp_path, capsys):
+    words = [*SMALL, "model.optimizer.half_life=7", f"run_dir={tmp_path / 'run'}", "trainer.max_steps=1"]
+    assert main(["train", *words]) == 2
+    assert "half_life=7 is for decay=exponential" in capsys.readouterr().err
+    with stored_options():  # as a version before the refusal
+        assert main(["train", *words]) == 0
+    assert main(["train", f"resume={tmp_path / 'run'}", "trainer.max_steps=2"]) == 0
+    assert load_model(tmp_path / "run" / "last.ckpt")[1]["step"] == 2
 
 
 def test_a_cut_checkpoint_is_not_resumed(straight, tmp_path, capsys):

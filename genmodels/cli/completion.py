@@ -225,10 +225,11 @@ def candidates(line: str) -> list[str]:
         command, given = program[1], words[2:]
     else:
         command, given = "".join(program[1:2]).removesuffix(".py"), words[2:]
-    if command not in CONFIGURED or "=" not in last and "/" in last:
+    if command not in (*CONFIGURED, "doctor") or "=" not in last and "/" in last:
         return []
-    options = [f"{option} " for option in (*FLAGS, *VALUED, "--help")]
-    offered = options if last.startswith("-") else _settings(command, given, last)
+    options = (["--fix-list"] if command == "doctor" else [*FLAGS, *VALUED]) + ["--help"]
+    command = "train" if command == "doctor" else command  # of which it takes the settings
+    offered = [f"{option} " for option in options] if last.startswith("-") else _settings(command, given, last)
     return sorted(word for word in offered if word.startswith(last))
 
 
@@ -237,7 +238,9 @@ def _settings(command: str, given: list[str], last: str) -> list[str]:
     from genmodels.cli.compose import composer
 
     key, equals, _ = last.partition("=")
-    groups, fitting = selectable(command), [word for word in given if not word.startswith("-")]
+    groups = selectable(command)
+    # Without options and their values, such as the file of --fix-list.
+    fitting = [word for word in given if word[:1] == "~" or word[:1] != "-" and "=" in word]
     if equals and key in groups:
         return [f"{key}={option} " for option in groups[key]]
     with composer(command) as hydra:

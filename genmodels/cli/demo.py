@@ -86,7 +86,7 @@ def _show(models: list[gm.Model], host: str, port: int) -> None:
         blocks = page(models)
         shown = f"[{host}]" if ":" in host else host
         print(f"open http://{shown}:{opened.getsockname()[1]} in a browser; Ctrl-C ends the page", flush=True)
-        serve(blocks, opened)
+        serve(blocks, opened, host)
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -112,15 +112,7 @@ def draw(model: gm.Model, **options: Any) -> gm.Samples:
 
 
 def moments(drawn: gm.Samples) -> Tensor:
-    """Moments of the trajectory from noise to data, (moments, n, *event); the last are the samples.
-
-    Example:
-        >>> from genmodels.core.data import DataSpec
-        >>> from genmodels.core.samples import Samples
-        >>> plain = Samples(torch.ones(2, 3), None, torch.arange(2), {}, path=torch.zeros(90, 2, 3))
-        >>> moments(gm.Samples.of(plain, DataSpec("table", (3,))))[:, 0, 0].tolist()[-2:]
-        [0.0, 1.0]
-    """
+    """Moments of the trajectory from noise to data, (moments, n, *event); the last are the samples."""
     if drawn.path is None:
         return drawn.x[None]
     path = drawn.path[:-1] if len(drawn.path) > 1 else drawn.path  # the last step ends in the samples
@@ -145,13 +137,6 @@ def painted(layers: dict[str, Any]) -> tuple[Image.Image, Image.Image]:
 
     Raises:
         InputError: without a picture, or where nothing or everything was painted.
-
-    Example:
-        >>> stroke = Image.new("RGBA", (2, 1))
-        >>> stroke.putpixel((1, 0), (255, 0, 0, 255))
-        >>> mask = painted({"background": Image.new("RGBA", (2, 1)), "layers": [stroke]})[1]
-        >>> mask.getpixel((0, 0)), mask.getpixel((1, 0))
-        (255, 0)
     """
     if not layers or layers["background"] is None:
         raise InputError("there is no picture: show an item of the data, or drop a picture")
@@ -320,9 +305,23 @@ def _picture(gr, **options: Any):
     return gr.Image(**{"format": "png", "show_label": False, "buttons": [], "interactive": False} | options)
 
 
+def _reading(place):
+    """A place for a picture that refuses other files in one line, where gradio would print a traceback."""
+    read = place.preprocess
+
+    def checked(payload):
+        try:
+            return read(payload)
+        except Exception as error:  # of many classes
+            raise InputError("this file is no picture that can be read: drop a .png or .jpg") from error
+
+    place.preprocess = functools.partial(answer, checked, [])
+    return place
+
+
 def _given(gr, label: str):
     """A place for a picture, of which no pixel changes: the format by default is lossy."""
-    return gr.Image(type="filepath", format="png", height=_LARGE, label=label)
+    return _reading(gr.Image(type="filepath", format="png", height=_LARGE, label=label))
 
 
 def _samples(gr, model: gm.Model) -> None:
@@ -362,9 +361,9 @@ def _inpainting(gr, model: gm.Model) -> None:
         with gr.Column():
             brush = gr.Brush(_LARGE // 6, ["#e04040"], color_mode="fixed")
             gr.Markdown("Paint over what is to be drawn anew")  # not the label, which the tools would hide in part
-            editor = gr.ImageEditor(type="pil", show_label=False, brush=brush, layers=False,
-                                    transforms=(), sources=("upload", "clipboard"), format="png",
-                                    canvas_size=(2 * _LARGE, 2 * _LARGE))
+            editor = _reading(gr.ImageEditor(type="pil", show_label=False, brush=brush, layers=False,
+                                             transforms=(), sources=("upload", "clipboard"), format="png",
+                                             canvas_size=(2 * _LARGE, 2 * _LARGE)))
             _choice(gr, model, editor)
         with gr.Column():
             options = _controls(gr, model, "n", *_USUAL, "rounds", n=8)
@@ -422,16 +421,19 @@ _TABS = {"Samples": _samples, "Inpainting": _inpainting, "Interpolation": _inter
          "Speech": _speech}
 
 
-def serve(blocks: gradio.Blocks, opened: socket.socket) -> None:
+def serve(blocks: gradio.Blocks, opened: socket.socket, host: str) -> None:
     """Serve the page until Ctrl-C, without connections to other machines."""
     import gradio as gr
     import uvicorn
     from fastapi import FastAPI
+    from fastapi.middleware.trustedhost import TrustedHostMiddleware
 
-    host, port = opened.getsockname()[:2]
+    address, port = opened.getsockname()[:2]
     theme = gr.themes.Default(font=["sans-serif"], font_mono=["monospace"])
-    app = gr.mount_gradio_app(FastAPI(), blocks, path="", server_name=host, server_port=port, footer_links=[],
+    app = gr.mount_gradio_app(FastAPI(), blocks, path="", server_name=address, server_port=port, footer_links=[],
                               ssr_mode=False, theme=theme, pwa=False)
+    if address.startswith("127."):  # a web site whose own name leads here (DNS rebinding) is not answered
+        app = TrustedHostMiddleware(app, [host, address, "localhost"])
 
     async def alone(scope, receive, send):
         async def sent(message):

@@ -17,7 +17,9 @@ from genmodels.core.errors import InputError, RunError, an, with_class
 from genmodels.core.files import check_writable, located, typed, write_whole
 from genmodels.diffusion import Denoiser
 from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
+from genmodels.flows.elementwise import LogisticMixture
 from genmodels.flows.flow import Flow
+from genmodels.flows.linear import MATRICES
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of, write_exported
 from genmodels.models.density import is_flow, is_of_noisy_data
@@ -25,6 +27,11 @@ from genmodels.models.glow_tts import GlowTTS
 
 _ROWS = 5  # of an example: unlikely to equal another size, with which the tracer would confuse it
 _TOLERANCE = 1e-3  # relative to the largest value: rounding of float32 with operations in another order
+#: By other operations: ONNX has no hypot, and its log-sigmoid is the logarithm of a sigmoid, of few digits far below 0.
+_BY_OTHERS = {
+    torch.ops.aten.hypot.default: lambda a, b: torch.sqrt(a * a + b * b),
+    torch.ops.aten.log_sigmoid.default: lambda x: x.clamp(max=0) - torch.log1p(torch.exp(-x.abs())),
+}
 
 
 def run(
@@ -63,10 +70,12 @@ def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | fl
                 f"sample:   genmodels sample {typed('ckpt', target)}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
+    made = [(graph, *_made(graph, header, target)) for graph in graphs_of(model, weights_of(ema))]
     lines = []
-    for graph in graphs_of(model, weights_of(ema)):
+    for graph, content, parity in made:  # all of them, or none where one cannot be made
         place = target.with_name(f"{target.stem}{graph.suffix}{target.suffix}")
-        lines += [f"{graph.meaning}: {place}", *_written(graph, header, place)]
+        write_whole(place, lambda file, content=content: file.write(content))
+        lines += [f"{graph.meaning}: {place}", parity]
     return lines
 
 
@@ -79,6 +88,35 @@ class Function(nn.Module):
 
     def forward(self, *inputs: Tensor):
         return self.function(self.part, *inputs)
+
+
+class FixedMatrix(nn.Module):
+    """A matrix of channels, its inverse and its log-determinant as numbers, which ONNX cannot compute from factors."""
+
+    def __init__(self, matrix: nn.Module):
+        super().__init__()
+        for name in ("weight", "inverse", "log_abs_det"):
+            self.register_buffer(f"_{name}", getattr(matrix, name)(torch.float32).detach())
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return self._weight.to(dtype)
+
+    def inverse(self, dtype: torch.dtype) -> Tensor:
+        return self._inverse.to(dtype)
+
+    def log_abs_det(self, dtype: torch.dtype) -> Tensor:
+        return self._log_abs_det.to(dtype)
+
+
+def _with_fixed_matrices(core: nn.Module) -> nn.Module:
+    """The same core, or a copy where it has such matrices."""
+    if not any(isinstance(part, tuple(MATRICES.values())) for part in core.modules()):
+        return core
+    core = copy.deepcopy(core)
+    for part in core.modules():
+        if isinstance(getattr(part, "matrix", None), tuple(MATRICES.values())):
+            part.matrix = FixedMatrix(part.matrix)
+    return core
 
 
 class Graph(NamedTuple):
@@ -113,7 +151,7 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
         >>> [graph.outputs for graph in graphs_of(DDPM(DataSpec("plane", (2,)), num_steps=4))]
         [('x0', 'eps')]
     """
-    core, spec = model.weights(weights), model.spec
+    core, spec = _with_fixed_matrices(model.weights(weights)), model.spec
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_ROWS, *spec.event_shape, generator=generator)
     classes = {} if model.num_classes is None else {"cond": torch.arange(_ROWS) % model.num_classes}
@@ -177,7 +215,8 @@ def _both_ways(model: GenerativeModel, flow: Flow, points: Tensor, classes: dict
         z, _ = _forward(flow, points, **classes)
     there = Graph("", f"latent z and log-density in nats of x{scale}", Function(_forward, flow),
                   {"x": points, **classes}, ("z", "log_p"))
-    if model.family == "tarflow":  # its inverse draws one token after the other
+    # An inverse that draws one token after the other, or searches by an operation that only this library has.
+    if model.family == "tarflow" or any(isinstance(part, LogisticMixture) for part in flow.modules()):
         return [there]
     back = Graph("_inverse", f"x of the latent z{scale}", Function(_inverse, flow), {"z": z, **classes}, ("x",))
     return [there, back]
@@ -216,8 +255,8 @@ def _mel(both: nn.ModuleDict, tokens: Tensor, path: Tensor, noise: Tensor) -> Te
     return both["units"].inverse(both["flow"].decoder.inverse(z)[0])
 
 
-def _written(graph: Graph, header: dict, target: Path) -> list[str]:
-    """Trace a function, compare the trace with it on other inputs, write it; lines for the user."""
+def _made(graph: Graph, header: dict, target: Path) -> tuple[bytes, str]:
+    """The content of a function's file, and a line on how it compares with the function on other inputs."""
     examples, names = tuple(graph.inputs.values()), list(graph.inputs)
     batch, auto = torch.export.Dim("batch"), torch.export.Dim.AUTO
     axes = tuple({axis: auto for axis in range(1, x.dim())} if graph.any_length else {0: batch} for x in examples)
@@ -231,12 +270,9 @@ def _written(graph: Graph, header: dict, target: Path) -> list[str]:
     if target.suffix == ".pt2":
         torch.export.save(program, buffer := io.BytesIO(), extra_files={"genmodels.json": text})
         content = buffer.getvalue()
-        line = _parity(graph, torch.export.load(io.BytesIO(content)).module(), "the file read again")
-    else:
-        content = _onnx(program, examples, names, graph.outputs, text)
-        line = _parity_of_onnx(graph, content)
-    write_whole(target, lambda file: file.write(content))
-    return [line]
+        return content, _parity(graph, torch.export.load(io.BytesIO(content)).module(), "the file read again")
+    content = _onnx(program, examples, names, graph.outputs, text)
+    return content, _parity_of_onnx(graph, content)
 
 
 def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tuple[str, ...], text: str) -> bytes:
@@ -248,10 +284,14 @@ def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tupl
                          ) from None
     del onnxscript
     try:
+        program = program.run_decompositions(_BY_OTHERS)
         written = torch.onnx.export(program, examples, input_names=names, output_names=outputs, dynamo=True,
                                     verbose=False)  # fmt: skip
-    except Exception as error:  # the exporter raises errors of many classes
-        raise RunError(f"ONNX cannot hold {', '.join(outputs)} of this network ({with_class(error)}); out=model.pt2 or "
+    except Exception as error:  # the exporter raises errors of many classes, of which the first names the operation
+        first = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        raise RunError(f"ONNX cannot hold {', '.join(outputs)} of this network ({with_class(first)}); out=model.pt2 or "
                        "out=model.safetensors can") from error
     proto = written.model_proto
     onnx.helper.set_model_props(proto, {"genmodels": text})
@@ -290,7 +330,8 @@ def _parity(graph: Graph, exported: Callable, by: str) -> str:
     ours = ours if isinstance(ours, tuple) else (ours,)
     theirs = theirs if isinstance(theirs, tuple | list) else (theirs,)
     differences = torch.stack([(a - torch.as_tensor(b)).abs().max() for a, b in zip(ours, theirs, strict=True)])
-    worst, largest = float(differences.max()), max(float(a.abs().max()) for a in ours)  # NaN is the largest difference
-    if not worst <= _TOLERANCE * max(1.0, largest):
+    sizes = torch.stack([a.abs().max() for a in ours])
+    worst, largest = float(differences.max()), float(sizes.max())  # NaN is the largest difference
+    if not bool((differences <= _TOLERANCE * sizes.clamp(min=1)).all()):
         raise RunError(f"the exported {', '.join(graph.outputs)} differ by {worst:.1e} from those of the model ({by})")
     return f"largest difference of {', '.join(graph.outputs)} by {by}: {worst:.1e}, of values up to {largest:.2g}"

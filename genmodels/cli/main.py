@@ -197,4 +197,6 @@ def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
             overrides.append(word)
     if options.get("cfg", "job") != "job":
         raise InputError(f"--cfg {options['cfg']}: only --cfg job, the configuration of the run, can be shown")
+    if "resolve" in options and "cfg" not in options:  # as in Hydra; here --cfg job alone resolves them too
+        raise InputError("--resolve is for --cfg job, to show the values of interpolations: add --cfg job")
     return options, overrides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def run(
     to = to.removeprefix(HUB) if to is not None else None
     if to is None and out is None:
         raise InputError("say where: to=user/name uploads the model, out=folder only writes what would be uploaded")
-    if to is not None and (len(to.split("/")) != 2 or not all(to.split("/"))):
+    if to is not None and not re.fullmatch("[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", to):
         raise InputError(f"to={to}: a repository of the hub is user/name")
     if not licence.strip():
         raise InputError("licence is empty: name one, such as mit or cc-by-4.0")

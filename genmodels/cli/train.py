@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -17,8 +17,8 @@ import yaml
 
 from genmodels.cli.schema import TARGET, Schema
 from genmodels.core.checkpoint import read_header, verify
-from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import flat, located, write_text
+from genmodels.core.errors import InputError, RunError, explain, stored_options
+from genmodels.core.files import flat, is_exported, located, write_text
 from genmodels.core.random import seed_of
 from genmodels.data.base import DataModule
 from genmodels.models.base import GenerativeModel
@@ -81,11 +81,15 @@ def run(
     """
     trust = trust or []
     run_dir, resume = (word if word is None else os.path.expanduser(word) for word in (run_dir, resume))
+    if resume is not None and os.path.isfile(resume) and is_exported(resume):
+        raise InputError(f"resume={resume}: an exported model holds its weights alone, from which no run can go on: "
+                         "give init= in place of resume= to train anew from them, or the run's last.ckpt")
     given = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {},
              "checkpoint": checkpoint or {}, "seed": seed, "init": init, "trust": trust}
     options, loggers, checkpoints = options_of(given)
     datamodule = build(data, trust=trust)
-    network, steps = prepared(given, options, datamodule)
+    with nullcontext() if resume is None else stored_options():
+        network, steps = prepared(given, options, datamodule)
     complete = _completion(network, trust)
     config = complete(given)
     decided = _configure(network, config, options)

@@ -75,7 +75,8 @@ _MEL = {
     "sample_rate?": _SIZE, "n_fft?": _whole(2, 2**20), "hop?": _whole(1, 2**20), "n_mels?": _whole(1, 2**14),
     "f_min?": _NUMBER, "f_max?": _POSITIVE, "padding?": _WORD,
 }  # fmt: skip
-_STATISTICS = {"per?": _WORD, "mean": _NUMBER.or_many(), "std": _NUMBER.or_many(), "frames?": _SIZE}
+_STATISTICS = {"per?": _WORD, "mean": _NUMBER.or_many(), "std": _NUMBER.or_many(), "frames?": _SIZE,
+               "multiple?": _SIZE}
 _WRITTEN = {
     "symbols": _TEXT.many(1), "blanks": _FLAG, "language": _WORD, "form?": _WORD, "examples?": _TEXT.many(),
 }  # fmt: skip
@@ -107,6 +108,8 @@ def parse(text: bytes) -> dict[str, Any]:
     """
     if len(text) > MOST_BYTES:
         raise ValueError(f"it has {len(text)} bytes, the limit is {MOST_BYTES}")
+    if files.most_values(text) > _VALUES:
+        raise ValueError(f"it holds more than {_VALUES:,} values")
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
@@ -138,17 +141,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bound(header: Any, largest: int = 2**64) -> None:
-    """Raise a ValueError for values nested too deeply, too many, too long or not finite, and for unprintable keys.
+    """Raise a ValueError for values nested too deeply, too long or not finite, and for unprintable keys.
 
     Afterwards the values can be passed to recursive functions and printed safely.
     """
-    left, seen = [(header, 1)], 0
+    left = [(header, 1)]
     while left:
         value, depth = left.pop()
-        seen += 1
-        if depth > _DEPTH or seen > _VALUES:
-            what = f"is nested more than {_DEPTH} deep" if depth > _DEPTH else f"holds more than {_VALUES} values"
-            raise ValueError(f"it {what}")
+        if depth > _DEPTH:
+            raise ValueError(f"it is nested more than {_DEPTH} deep")
         if type(value) is dict:
             odd = next((key for key in value if not _WORD.holds(key)), None)
             if odd is not None:

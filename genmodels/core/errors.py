@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -285,6 +286,19 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+_STORED: ContextVar[bool] = ContextVar("options of a checkpoint", default=False)
+
+
+@contextmanager
+def stored_options() -> Iterator[None]:
+    """While the options of a checkpoint are built: `only_for` passes those that an earlier version took."""
+    token = _STORED.set(True)
+    try:
+        yield
+    finally:
+        _STORED.reset(token)
+
+
 def only_for(what: str, **options: tuple[object, object]) -> None:
     """Raise ValueError for the first of these options of a model, given as (value, usual value), that is not the usual.
 
@@ -295,7 +309,7 @@ def only_for(what: str, **options: tuple[object, object]) -> None:
         ValueError: heads=8 is for images: leave it out, or where a preset sets it add '~model.heads'
     """
     for name, (value, usual) in options.items():
-        if value != usual:
+        if value != usual and not _STORED.get():
             raise ValueError(f"{name}={value} is for {what}: leave it out, or where a preset sets it add "
                              f"'~model.{name}'")
 

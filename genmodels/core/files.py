@@ -300,7 +300,7 @@ def check_writable(key: str, target: Path, *, several: bool = False) -> None:
         raise RunError(f"{key}={target} cannot be written: {os.strerror(error.errno)}") from error
 
 
-_MOST_BYTES = 16 << 20  # of an index
+_MOST_BYTES, _MOST_VALUES = 16 << 20, 1 << 20  # of an index
 
 HUB = "hf://"
 EXPORTED = "model.safetensors"  # the name of an exported model in a folder
@@ -355,6 +355,16 @@ def _fetched(name: str) -> Path:
         raise InputError(f"{name}: {' '.join(str(error).split())[:300]}") from error
 
 
+def most_values(text: bytes) -> int:
+    """At least as many values as a JSON text holds, counted before it is read, which takes seconds for millions.
+
+    Example:
+        >>> most_values(b'[[], {"a": 1}]')
+        5
+    """
+    return 1 + sum(map(text.count, (b"[", b"{", b",")))
+
+
 def index_of(path: str | Path) -> dict[str, Any] | None:
     """The index of a .safetensors file as JSON has it, `__metadata__` included; None for another or a damaged file."""
     with open(path, "rb") as file:
@@ -362,7 +372,7 @@ def index_of(path: str | Path) -> dict[str, Any] | None:
         text = file.read(length) if length <= _MOST_BYTES else b""
     index = None
     with suppress(ValueError, RecursionError):
-        index = json.loads(text)
+        index = json.loads(text) if most_values(text) <= _MOST_VALUES else None
     held = index.get("__metadata__", {}) if isinstance(index, dict) else None
     whole = isinstance(held, dict) and all(type(value) is str for value in held.values())
     return index if whole else None

@@ -84,13 +84,13 @@ def _heading(line: str) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
     delimiter = next((mark for mark in (",", ";", "\t", "|") if mark in line), None)
     cells = _cells(line.removeprefix("#"), delimiter)  # np.savetxt writes a # before the names
-    numbers = [str(number) for number in range(len(cells))]
+    count = [str(number) for number in range(len(cells))]
     # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
-    if line.startswith("#") or (len(cells) > 1 and cells in (numbers, ["", *numbers[:-1]])):
+    if line.startswith("#") or (len(cells) > 1 and cells in (count, ["", *count[:-1]])):
         return cells, delimiter
     # A line of mostly numbers is an invalid item, not a header.
-    values = sum(_is_number(cell) or cell.lower() in _MISSING for cell in cells)
-    return ([] if 2 * values > len(cells) else cells), delimiter
+    numbers, missing = sum(map(_is_number, cells)), sum(cell.lower() in _MISSING for cell in cells)
+    return ([] if numbers and 2 * (numbers + missing) > len(cells) else cells), delimiter
 
 
 def _cells(line: str, delimiter: str | None) -> list[str]:
@@ -327,7 +327,7 @@ def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
                          "x_train, x_val, x_test")
     unread |= {known[name] for name in _Y if name in known and "all" not in found}
     if unread:
-        print(f"{file}: {', '.join(sorted(unread))} not read; labels are called y (or labels), beside x_train y_train")
+        print(f"{file}: {', '.join(sorted(unread))} not read; labels are called y or labels, with x_train y_train")
     if "all" in found and len(found) > 1:
         raise InputError(f"{file} holds both undivided items and splits ({', '.join(found)}): keep one of the two")
     return found

@@ -233,10 +233,10 @@ class DataModule(OfLightning):
         """The classes of which training sees no item, of data that hold their labels in memory."""
         data, classes = self.split("train"), self.spec.num_classes
         labels, rows = getattr(data, "cond", None), getattr(data, "rows", None)
-        if classes is None or labels is None:
+        if classes is None or not isinstance(labels, Tensor):
             return []
-        counts = (labels if rows is None else labels[rows]).bincount(minlength=classes)
-        missing = [(self.spec.class_names or range(classes))[c] for c in (counts == 0).nonzero()[:, 0].tolist()]
+        seen = set((labels if rows is None else labels[rows]).tolist())
+        missing = [name for c, name in enumerate(self.spec.class_names or range(classes)) if c not in seen]
         some = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
         return [f"{self.spec.name}: no training item has class {some} ({len(missing)} of {classes})"] * bool(missing)
 

@@ -336,7 +336,7 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     if len(names) < 2 or stray:
         if len(names) > 1:
             print(f"there are no classes: {len(stray):,} of {len(files):,} images, such as {stray[0]!r}, are in no "
-                  "folder of one")
+                  "class folder")
         return splits, (), None
     numbers = {name: number for number, name in enumerate(names)}
     return splits, tuple(names), torch.tensor([numbers[folder[0]] for folder in folders])

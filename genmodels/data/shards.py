@@ -242,8 +242,8 @@ class Shards(DataModule):
         size = form.spec.event_shape if form.spec.is_image else [None]
         for key, value in {"levels": form.spec.levels, "channels": size[0], "size": size[-1]}.items():
             if getattr(self, key) not in (None, value):
-                raise InputError(f"data.{key}={getattr(self, key)}, but the items of {self.root} have {value or 'none'}"
-                                 ": leave it out, or write the shards again")
+                raise InputError(f"data.{key}={getattr(self, key)}, but the items of {self.root} have "
+                                 f"{value if value is not None else 'none'}: leave it out")
         if self.skip_bad and record is None:
             index = without_damaged(storage, index, form)
         if self.flip and not form.spec.is_image:

@@ -337,6 +337,7 @@ def check_options(models: Sequence[Opened]) -> None:
     """Raise an InputError for an option that none of the models takes; the others of a table ignore it."""
     request = models[0].request
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
+    known -= {"importance_samples"}  # without effect on real numbers; see below
     known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
     known |= {"guidance" for opened in models if getattr(opened.model, "has_null_class", False)}
     if any(not opened.model.generates for opened in models):
@@ -368,7 +369,8 @@ def check_options(models: Sequence[Opened]) -> None:
         (" and ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("chains and densities", "chains", "energies of three or more dimensions, others take the sum over a grid",
          bool({"chains", "densities"} & set(request.partition))),
-        ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
+        ("importance_samples", "importance_samples", "flows and energies of integers",
+         request.importance_samples is not None),
         (f"bound={request.bound}", request.bound, "models that have this bound", request.bound not in ("auto", "both")),
         ("rank=across", "several", "a table of several models", request.rank == "across"),
         ("sampler", "sampler", "models with several samplers", request.sampler is not None),

@@ -441,7 +441,7 @@ class _Root(torch.autograd.Function):
 
 
 class _EagerRoot(_Root):
-    """Also in forward mode, whose rule torch.compile refuses; second derivatives are those of `jacfwd(jacrev())`."""
+    """Also in forward mode, whose rule torch.compile refuses; second derivatives are those of `jacfwd(jacrev)` only."""
 
     @staticmethod
     def jvp(ctx, v: Tensor, *tangents: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 
 from genmodels.core.checkpoint import read_header, seal
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, first_line, printable, with_class
+from genmodels.core.errors import InputError, RunError, first_line, printable, stored_options, with_class
 from genmodels.core.files import checksum, digest_of, is_exported, write_whole
 from genmodels.core.processes import gather, own, rank_world
 from genmodels.models.base import GenerativeModel
@@ -309,7 +309,7 @@ def load_model(
     state = read_checkpoint(path, mmap=True)
     header = state["genmodels"]
     try:
-        with _no_larger_than(2 * _size(path, state) + _SLACK):
+        with _no_larger_than(2 * _size(path, state) + _SLACK), stored_options():
             model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
     except (InputError, RunError) as error:
         hint = " (docs/migration.md: options of former versions)" if "has no option" in str(error) else ""

@@ -316,7 +316,7 @@ class Recognizer(GenerativeModel):
     def transcribe(
         self, batch: Batch, how: Search | None = None, *, weights: str | float = "ema"
     ) -> list[list[Hypothesis]]:
-        """The texts of mels, for each the most probable first.
+        """The texts of mels, for each the most probable first, no text twice (with a space at its end, say).
 
         Arguments:
             batch: mels in the data's own units; their texts are not used.
@@ -324,7 +324,9 @@ class Recognizer(GenerativeModel):
             weights: `ema`, `raw`, or one of the decays kept.
         """
         core = self.weights(weights)
-        return self._searched(core, *self.encode(batch, core), how or Search())
+        lists = self._searched(core, *self.encode(batch, core), how or Search())
+        texts = ({self.written(one): one for one in reversed(found)} for found in lists)
+        return [[one for one in found if one in best.values()] for found, best in zip(lists, texts, strict=True)]
 
     def _searched(self, core: RecognizerCore, h: Tensor, frames: Tensor, how: Search) -> list[list[Hypothesis]]:
         search = how.first_pass()

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import hint
+from genmodels.core.errors import hint, only_for
 from genmodels.nn.attention import (
     LSH,
     Additive,
@@ -346,11 +346,10 @@ def check_kind(attention: str, dims: int) -> None:
                          f"{hint(attention, legal, ';')}")
 
 
-def check_heads(attention: str, heads: int, usual: int) -> None:
-    """Raise ValueError for a number of heads, other than the usual one, where `none` is the usual attention."""
-    if attention == "none" and heads != usual:
-        raise ValueError(f"heads={heads} is for an attention block, and there is none: choose an attention, or leave "
-                         "heads out")
+def check_heads(attention: str | None, heads: int | None, usual: int | None) -> None:
+    """Raise ValueError for a number of heads, other than the usual one, without an attention."""
+    if attention == "none":
+        only_for("an attention block", heads=(heads, usual))
 
 
 def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Module | None:

@@ -116,8 +116,9 @@ def check_voice(voice: str) -> None:
         one_of("voice", voice, VOICES)
     program = VOICES[voice].command[0]
     if shutil.which(program) is None:
-        raise InputError(f"voice={voice} needs the program {program}: apt-get install {VOICES[voice].packages}, or "
-                         f"another voice of {', '.join(VOICES)}")
+        here = ", ".join(name for name, each in VOICES.items() if shutil.which(each.command[0]))
+        raise InputError(f"voice={voice} needs the program {program}: apt-get install {VOICES[voice].packages}"
+                         + (f", or give a voice whose program is installed: {here}" if here else ""))
 
 
 def _clip(voice: str, said: str, place: Path) -> float:

@@ -23,6 +23,10 @@ CASES = [
     ("genmodels train -m trainer.progress=", "trainer.progress=false ", "trainer.progress=null "),
     ("genmodels sample ckpt=a.ckpt te", "temperature=", "model="),
     ("genmodels train --", "--keys ", "-m "),
+    ("genmodels train -cd own data=image_folder data.r", "data.root=", "data.file="),
+    ("genmodels doctor data=", "data=image_folder ", "model="),
+    ("genmodels doctor --fix-list bad.txt data=image_folder data.", "data.root=", "data.file="),
+    ("genmodels doctor -", "--fix-list ", "--keys "),
 ]
 
 

@@ -194,6 +194,42 @@ def test_the_page_ends_although_a_click_is_being_computed(digits, capsys, monkey
     assert capsys.readouterr().err.startswith("genmodels demo: interrupted\ngenmodels demo: interrupted\n")
 
 
+def test_what_is_no_picture_is_refused_in_one_line(model, tmp_path):
+    gr = pytest.importorskip("gradio")
+    (tmp_path / "notes.png").write_text("no picture")
+    Image.new("RGB", (8, 8)).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:40])
+    with gr.Blocks():
+        editor = demo._reading(gr.ImageEditor())
+        place = demo._given(gr, "")
+    assert place.preprocess(None) is None
+    for name in ("notes.png", "cut.png"):
+        file = {"path": str(tmp_path / name)}
+        for component, given in ((place, file), (editor, {"background": file, "layers": [], "composite": None})):
+            with pytest.raises(gr.Error) as refused:
+                component.preprocess(component.data_model(**given))
+            assert refused.value.message == "this file is no picture that can be read: drop a .png or .jpg"
+            assert not refused.value.print_exception  # on the terminal, with a traceback
+
+
+def test_a_page_of_this_machine_answers_to_no_other_name(monkeypatch):
+    """A web site may let its own name lead to this machine; a browser would then give it the page."""
+    gr = pytest.importorskip("gradio")
+    import uvicorn
+    from fastapi.testclient import TestClient
+
+    with gr.Blocks() as blocks:
+        gr.Markdown("hello")
+    served = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: served.append(server.config.app))
+    for address, host in (("127.0.0.1", "my-machine"), ("0.0.0.0", "0.0.0.0")):
+        with demo.listening(address, 0) as opened:
+            demo.serve(blocks, opened, host)
+    codes = [[TestClient(app, base_url=f"http://{name}:7860").get("/").status_code for app in served]
+             for name in ("127.0.0.1", "localhost", "my-machine", "site.example")]
+    assert codes == [[200, 200], [200, 200], [200, 200], [400, 200]]
+
+
 def _missing() -> str | None:
     packages = [name for name in ("gradio", "playwright") if importlib.util.find_spec(name) is None]
     if packages:

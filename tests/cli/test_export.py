@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -18,9 +19,10 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.models.ddpm import DDPM, EnergyDDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.few_steps import MeanFlowModel
+from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
-from genmodels.models.normalizing_flows import RealNVP
+from genmodels.models.normalizing_flows import NSF, Glow, RealNVP
 from genmodels.speech.text import CHARACTERS
 from tests.parameters import scattered
 
@@ -73,39 +75,60 @@ def test_onnx_by_onnxruntime(tmp_path):
     lines = export(model, model.header(), tmp_path / "network.onnx")
     assert "by onnxruntime" in lines[1]
     session = onnxruntime.InferenceSession(tmp_path / "network.onnx")
-    x, log_snr = torch.randn(1, 2), torch.zeros(1)
+    x, log_snr = torch.randn(3, 2), torch.tensor([-17.0, 0.0, 17.0])  # its sigmoid has few digits there
     x0, eps = session.run(None, {"x": x.numpy(), "log_snr": log_snr.numpy()})
     expected = model.core.at_log_snr(x, log_snr)
-    assert torch.allclose(torch.from_numpy(x0), expected.x0, atol=1e-4) and eps.shape == (1, 2)
+    assert torch.allclose(torch.from_numpy(x0), expected.x0, atol=1e-6) and eps.shape == (3, 2)
     assert json.loads(session.get_modelmeta().custom_metadata_map["genmodels"])["data"]["name"] == "plane"
 
 
-def test_what_onnx_cannot_hold_is_one_error(tmp_path, monkeypatch):
-    def refuse(*given, **options):
-        raise ValueError("no ONNX function found")
+def test_onnx_is_given_only_what_it_has(tmp_path, monkeypatch):
+    """It has neither hypot nor operations of linear algebra."""
+    programs, made = [], SimpleNamespace(model_proto=SimpleNamespace(SerializeToString=bytes))
 
-    monkeypatch.setattr(torch.onnx, "export", refuse)
+    def exporter(program, *given, **options):
+        programs.append(program)
+        if len(programs) == 3:
+            raise RuntimeError("\x1b[96mStep 3 of 3") from ValueError("no ONNX function found")
+        return made
+
+    monkeypatch.setattr(torch.onnx, "export", exporter)
+    helper = SimpleNamespace(set_model_props=lambda *given: None)
     for name in ("onnx", "onnxscript"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    with pytest.raises(RunError, match="ONNX cannot hold x0, eps of this network .*no ONNX function found"):
-        export(ddpm(), ddpm().header(), tmp_path / "network.onnx")
-    assert not list(tmp_path.iterdir())
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(helper=helper))
+    monkeypatch.setattr("genmodels.cli.export._parity_of_onnx", lambda *given: "not compared")
+    straight = perturbed(FlowMatchingModel(PLANE, net=SMALL, ema_decay=0.0))
+    mixed = perturbed(NSF(PLANE, layers=1, hidden=4, depth=1, transform="affine", mix="lu", ema_decay=0.0))
+    export(straight, straight.header(), tmp_path / "straight.onnx")
+    with pytest.raises(RunError, match="ONNX cannot hold x of this network .ValueError: no ONNX function found"):
+        export(mixed, mixed.header(), tmp_path / "mixed.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["straight.onnx"]  # both of a flow's files, or neither
+    used = {str(node.target) for program in programs for node in program.graph.nodes if node.op == "call_function"}
+    assert len(used) > 20 and not [one for one in used if re.search("hypot|linalg", one)]
+    x, log_snr = torch.randn(3, 2), torch.tensor([-17.0, 0.0, 17.0])
+    x0, (z, log_p) = programs[0].module()(x, log_snr)[0], programs[1].module()(x)
+    assert torch.allclose(x0, straight.core.at_log_snr(x, log_snr).x0, atol=1e-6)
+    assert torch.allclose(log_p, mixed.core.flow.log_prob(x), atol=1e-5)
+    assert torch.allclose(programs[2].module()(z), x, atol=1e-5)
 
 
 def test_what_each_family_gives():
     net = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
     text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
+    pixels = DataSpec("digits", (1, 8, 8), levels=17)
     speech = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
     tts = GlowTTS(speech, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1).eval()
     found = {
         "mean_flow": graphs_of(MeanFlowModel(DIGITS, net=net)),
         "masked": graphs_of(MaskedDiffusionModel(DIGITS, net={"width": 16, "depth": 1})),
         "tts": graphs_of(tts),
+        "mixture": graphs_of(perturbed(Glow(pixels, levels=1, steps=1, hidden=4, coupling="mixture"))),
     }
     assert [graph.outputs for graph in found["mean_flow"]] == [("velocity",)]
     assert list(found["mean_flow"][0].inputs) == ["x", "t", "until", "cond"]
     assert [graph.outputs for graph in found["masked"]] == [("log_p",)]
     assert [graph.outputs for graph in found["tts"]] == [("frames",), ("mel",)]
+    assert [graph.outputs for graph in found["mixture"]] == [("z", "log_p")]
     for graphs in found.values():
         for graph in graphs:
             with torch.no_grad():
@@ -128,6 +151,9 @@ def test_another_network_is_found():
         _parity(graph, lambda x: 2.01 * x, "another")
     with pytest.raises(RunError, match="differ by nan"):
         _parity(graph, lambda x: math.nan * x, "none")
+    both = Function(lambda part, x: (1e4 * x, x), nn.Identity())
+    with pytest.raises(RunError, match="differ by"):  # a large output hides no other one
+        _parity(graph._replace(module=both), lambda x: (1e4 * x, 1.5 * x), "another")
 
 
 def test_a_flow_of_pixels_is_compared_where_it_is_defined(tmp_path):

@@ -81,6 +81,8 @@ def test_a_run_gets_the_configuration_as_keywords(fake_train):
 def test_showing_the_configuration_runs_nothing(fake_train, capsys):
     assert cli.main(["train", "--cfg", "job", "seed=3"]) == 0
     assert "seed: 3" in capsys.readouterr().out
+    assert cli.main(["train", "--cfg", "job", "--resolve", "run_dir=runs/${seed}", "seed=3"]) == 0
+    assert "run_dir: runs/3\n" in capsys.readouterr().out
     assert cli.main(["train", "--keys"]) == 0
     keys = capsys.readouterr().out
     assert "model.optimizer.lr=" in keys and "* data.batch_size=32" in keys and "checkpoint.every_n_steps=" in keys
@@ -99,6 +101,7 @@ WORDS = [
     (["train", "--multirn"], "did you mean '--multirun'?"),
     (["train", "--cfg"], "--cfg needs a value"),
     (["train", "--cfg", "hydra"], "only --cfg job"),
+    (["train", "--resolve"], "add --cfg job"),
     (["train", "--config-dir", "/nowhere"], "there is no such folder"),
     (["train", "model=dppm"], "unknown model 'dppm'"),
     (["sample"], "ckpt is missing"),

@@ -108,7 +108,7 @@ def test_any_name_of_a_licence_is_yaml(folder, licence, tmp_path):
 
 @pytest.mark.parametrize("words, said", [
     (["licence=mit"], "to=user/name"), (["licence='a\nb'", "out=card"], "licence is a name on one line"),
-    (["licence=mit", "to=name"], "is user/name"),
+    (["licence=mit", "to=name"], "is user/name"), (["licence=mit", "to=user/name@main"], "is user/name"),
     (["to=a/b"], "licence"),
     (["licence=mit", "out=a.zip"], "written to a folder"),
 ])  # fmt: skip

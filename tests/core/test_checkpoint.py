@@ -20,6 +20,7 @@ import torch
 
 from genmodels.cli import info
 from genmodels.core import checkpoint as archive
+from genmodels.core import files
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import write_whole
@@ -309,6 +310,16 @@ RECORDS = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_that_is_no_header(name, whole, tmp_path):
     refusals_of(forge(tmp_path / "x.ckpt", whole, RECORDS[name]), (archive.read_header, info.describe, read_checkpoint))
+
+
+def test_millions_of_values_are_refused_unread(tmp_path, monkeypatch):
+    """Python's reader takes seconds for them."""
+    text = b"[" + b"[]," * (1 << 20) + b"[]]"
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    assert files.index_of(tmp_path / "x.safetensors") is None
+    with pytest.raises(ValueError, match="it holds more than 500,000 values"):
+        archive.parse(text)
 
 
 #: Options that a header may hold and that no model can be built from, or another than the one whose weights these are.

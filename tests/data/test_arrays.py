@@ -373,6 +373,7 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ("a|b|c", "|", ("a", "b", "c")),
     ("0,1,2", ",", ("0", "1", "2")),
     (",0,1", ",", ("", "0", "1")),
+    (",?,value", ",", ("", "?", "value")),
     ("# 2019 2020 2021", " ", ("2019", "2020", "2021")),
 ])  # fmt: skip
 def test_headings(tmp_path, capsys, heading, delimiter, names):

@@ -284,3 +284,16 @@ def test_two_real_processes(tmp_path):
     for a, b, batch in zip(train0, train1, whole, strict=True):
         assert torch.equal(a, batch[0::2]) and torch.equal(b, batch[1::2])
     assert torch.equal(torch.cat(val0 + val1).sort().values, torch.arange(180))
+
+
+@pytest.mark.parametrize("labels, missing", [
+    (torch.tensor([0, -1]), "1"), (torch.tensor([1, 7]), "0"), (torch.tensor([0.0, 1.0]), None),
+])  # fmt: skip
+def test_notes_on_faulty_labels_of_ones_own_data(labels, missing):
+    class Mine(DataModule):
+        def load(self):
+            return DataSpec("mine", (3,), num_classes=2), dict.fromkeys(SPLITS, TensorData(torch.zeros(2, 3), labels))
+
+    notes = Mine(batch_size=2, num_workers=0, seed=0).prepare().notes()
+    assert [note for note in notes if "class" in note] == (
+        [] if missing is None else [f"mine: no training item has class {missing} (1 of 2)"])

@@ -246,6 +246,9 @@ def test_words_have_times_and_texts_end_in_no_space(said):
     assert recognizer.written(found) == "so it is"
     words = recognizer.times(whole, found)
     assert [word for word, _, _ in words] == said.split()
+    others = [Hypothesis((*found.tokens[:-1], *more), -1.0) for more in ((), found.tokens[-1:])]
+    recognizer._searched = lambda *_: [[others[0], found, others[1]]]
+    assert recognizer.transcribe(whole)[0] == [others[0], found][: 1 + (said == "so it is")]
     ends = [0.0, *(second for _, begin, end in words for second in (begin, end))]
     assert ends == sorted(ends) and ends[-1] <= 40 * 256 / 22050 + 1e-9
     frame = 2 * 256 / 22050

@@ -14,7 +14,16 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.data.clips import read_clips
 from genmodels.speech import corpus as module
 from genmodels.speech.audio import read_wav, write_wav
-from genmodels.speech.corpus import RATE, VOICES, Voice, corpus, default_sentences, made_sentences, sentences_of
+from genmodels.speech.corpus import (
+    RATE,
+    VOICES,
+    Voice,
+    check_voice,
+    corpus,
+    default_sentences,
+    made_sentences,
+    sentences_of,
+)  # fmt: skip
 
 #: A program whose sound is as long as its text, 8 kHz; it fails for texts with `fail`, and is silent for `hush`.
 PROGRAM = """
@@ -58,7 +67,7 @@ def test_clips_are_kept_and_damaged_ones_made_again(tmp_path):
 @pytest.mark.parametrize(("texts", "name", "kind", "said"), [
     (["a"], "nobody", InputError, "voice must be one of"), (["---"], "fake", InputError, "has no letters"),
     (["One.", "\u4f60\u597d"], "fake", InputError, "no English letter in '\u4f60\u597d'"),
-    (["a"], "missing", InputError, "needs the program no-such-program: apt-get install nothing, or another voice"),
+    (["a"], "missing", InputError, "needs the program no-such-program: apt-get install nothing, or give a voice"),
     (["fail"], "fake", RunError, "cannot read 'fail' with voice fake: exit code 1"),
     (["hush"], "fake", RunError, "its sound is silence"),
 ])  # fmt: skip
@@ -67,6 +76,17 @@ def test_what_cannot_be_read(texts, name, kind, said, tmp_path, monkeypatch):
     with pytest.raises(kind, match=said):
         corpus(tmp_path, texts, name)
     assert not (tmp_path / "metadata.csv").exists()
+
+
+def test_only_voices_that_can_read_are_offered(monkeypatch):
+    for fakes in (["fake", "second"], []):
+        monkeypatch.setattr("shutil.which", lambda program, fakes=fakes: "found" if program in fakes else None)
+        for name in ("fake", "second"):
+            monkeypatch.setitem(VOICES, name, Voice((name,), "a package", "none"))
+        with pytest.raises(InputError) as refused:
+            check_voice("espeak")
+        offer = ", or give a voice whose program is installed: fake, second" if fakes else ""
+        assert str(refused.value) == f"voice=espeak needs the program espeak-ng: apt-get install espeak-ng{offer}"
 
 
 def test_rows_of_another_voice_are_not_lost(tmp_path, monkeypatch):
