@@ -287,7 +287,7 @@ def test_classes_come_from_folders(folder, capsys):
     picture(98).save(folder / "stray.png")  # an image of no class: there are no classes
     assert capsys.readouterr().out == ""
     assert ImageFolder(root=str(folder), size=8).prepare().spec.num_classes is None
-    assert "no classes: 1 of 32 images, such as 'stray.png', are in no folder of one" in capsys.readouterr().out
+    assert "no classes: 1 of 32 images, such as 'stray.png', are in no class folder" in capsys.readouterr().out
 
 
 def test_one_folder_is_no_class_and_other_files_do_not_matter(tmp_path):

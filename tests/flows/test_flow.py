@@ -643,7 +643,7 @@ def test_a_failure_of_the_flow_undoes_the_dequantisation():
         (lambda: realnvp_vector(1), "model=nsf"),
         (lambda: dequantisation_flow((3,), couplings=0), "couplings must be at least 1"),
         (lambda: realnvp_image((1, 8, 8), net="x"), "net must be one of residual, gated"),
-        (lambda: realnvp_image((1, 8, 8), heads=8), "heads=8 is for an attention block, and there is none"),
+        (lambda: realnvp_image((1, 8, 8), heads=8), "heads=8 is for an attention block: leave it out"),
         (lambda: glow((1, 8, 8), heads=8), "heads=8 is for an attention block"),
         (lambda: realnvp_image((1, 8, 8), layout=["squeeze"]), "no couplings"),
         (lambda: realnvp_image((1, 8, 8), layout="checkerboard*4"), "layout is a list"),

@@ -153,7 +153,7 @@ def test_errors():
         Confinement(0.0)
     with pytest.raises(ValueError, match="form = 'sum'"):
         UNetEnergy((1, 4, 4), form="sum")
-    with pytest.raises(ValueError, match="heads=8 is for an attention block, and there is none"):
+    with pytest.raises(ValueError, match="heads=8 is for an attention block: leave it out"):
         UNetEnergy((1, 4, 4), heads=8)
     with pytest.raises(ValueError, match=r"vectors \(D,\)"):
         DeepKernelEnergy((1, 4, 4))
