@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import RunError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, RunError, at_least
 from genmodels.core.tensors import html_table
 
 #: The mark printed before a value of each kind; `<=` in bits/dim means that the true value is at most this.
@@ -312,6 +313,13 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
     if error is None:
         return shown
     return f"{shown}({round(error * 10**digits)})" if math.isfinite(error) else f"{shown} (error unknown)"
+
+
+def check_importance_samples(count: int, spec: DataSpec) -> None:
+    """Raise ValueError for fewer than one importance sample, or for several of real numbers, which need no noise."""
+    at_least(1, importance_samples=count)
+    if count > 1 and spec.levels is None:
+        raise InputError(f"importance_samples={count} is for integers, and {spec.name} has real numbers: leave it out")
 
 
 def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, as_input_errors, at_least, one_of
-from genmodels.core.likelihood import Likelihood, Profile, log_mean_exp
+from genmodels.core.likelihood import Likelihood, Profile, check_importance_samples, log_mean_exp
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import event_size, hide, outside_inference
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, elbo, reconstruction_term
@@ -228,9 +228,7 @@ class OdeLikelihood:
         """
         density = self.density()
         draws = self.importance_samples
-        if draws > 1 and spec.levels is None:
-            raise InputError(f"importance_samples={draws} is for integers, and {spec.name} has real numbers: leave it "
-                             "out")
+        check_importance_samples(draws, spec)
         if draws > 1 and not density.exact(spec.dims):
             raise InputError(
                 "importance samples need divergence=exact: the noise of random probes would raise the value; "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, at_least, one_of
-from genmodels.core.likelihood import Likelihood, log_mean_exp
+from genmodels.core.likelihood import Likelihood, check_importance_samples, log_mean_exp
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
@@ -266,9 +266,8 @@ class EnergyModel(ScoreMatched):
             rows: most rows in one pass through the network.
         """
         at_least(1, importance_samples=importance_samples, chains=chains, densities=densities)
-        if importance_samples > 1 and self.spec.levels is None and self.encoding.gap is None:
-            raise InputError(f"importance_samples={importance_samples} is for integers, and {self.spec.name} has real "
-                             "numbers, to which no noise is added: leave it out")
+        if self.encoding.gap is None:  # else noise fills the gaps between real numbers too
+            check_importance_samples(importance_samples, self.spec)
         core, found = self.weights(weights), self.normaliser(weights, seed, normaliser, chains, densities)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
 from genmodels.core.errors import InputError, at_least, check_number, one_of, only_for
-from genmodels.core.likelihood import Likelihood
+from genmodels.core.likelihood import Likelihood, check_importance_samples
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -276,10 +276,7 @@ class FlowModel(GenerativeModel):
         """
         if rows is None:  # a CPU pays for the page faults of tensors above 32 MiB, which its allocator never keeps
             rows = 128 if batch.x.device.type == "cpu" else 1024
-        at_least(1, importance_samples=importance_samples)
-        if importance_samples > 1 and self.spec.levels is None:
-            raise InputError(f"importance_samples={importance_samples} is for integers, and {self.spec.name} has real "
-                             "numbers, whose likelihood is exact: leave it out")
+        check_importance_samples(importance_samples, self.spec)
         core = self.weights(weights)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")
