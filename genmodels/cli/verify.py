@@ -21,7 +21,7 @@ from genmodels.core.errors import InputError, RunError, an, as_input_errors
 from genmodels.core.files import check_writable, located, place_of, write_text
 from genmodels.core.random import seed_of
 from genmodels.verification import attention as mechanisms
-from genmodels.verification.check import Findings, Options, counting
+from genmodels.verification.check import FAILED, NOT_VERIFIED, Findings, Options, counting, table
 from genmodels.verification.densities import check_energy, check_schedule
 from genmodels.verification.diffusion import check_denoiser, check_sampler, is_sampler
 from genmodels.verification.flows import verify_bijection
@@ -30,6 +30,11 @@ _ROWS = 3
 _INITIAL = 1024
 _LISTED = 6  # failed checks in a message
 _DIM, _HEADS = 8, 2  # of a user's attention
+_PLANTED = {  # tables of errors in tests/mutants, each with the checks that must notice it
+    "bijections": "bijections.MUTANTS", "flows": "models.FLOW_MUTANTS", "models": "models.MUTANTS",
+    "schedules and energies": "densities.MUTANTS", "denoisers and samplers": "diffusion.MUTANTS",
+    "attention": "attention.MUTANTS",
+}  # fmt: skip
 
 
 def run(
@@ -40,6 +45,7 @@ def run(
     what: str | None = None,
     object: str | None = None,
     capabilities: list[str] | None = None,
+    self_test: bool = False,
     shape: list[int] | None = None,
     options: dict | None = None,
     cond: str | None = None,
@@ -68,6 +74,8 @@ def run(
             mechanisms of this package, or the one given by object.
         object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
         capabilities: of that module, as in [relative,cache,causal]; each adds further checks.
+        self_test: instead run every check on errors that are planted for it, and fail if one goes unnoticed; needs the
+            source, since the errors stand with the tests.
         shape: event shape for what, as in shape=[3,8,8]; for attention on maps height and width.
         options: arguments of the class given by what or object.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
@@ -86,11 +94,11 @@ def run(
         checkpoint: not used here.
     """
     attention = what == "attention"
-    chosen = {"model": model, "ckpt": ckpt, "what": what}
+    chosen = {"model": model, "ckpt": ckpt, "what": what, "self_test": self_test or None}
     given = [key for key, value in chosen.items() if value is not None]
     if len(given) != 1:
         problem = f"got {' and '.join(given)}" if given else "no model is given"
-        raise InputError(f"{problem}: give one of model=glow, ckpt=<file> or what=package.module:Class")
+        raise InputError(f"{problem}: give one of model=glow, ckpt=<file>, what=package.module:Class or self_test=true")
     values = {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities}
     for useless, keys, partner in (
         (what is None, ("shape", "options", "cond"), "what=package.module:Class"),
@@ -104,6 +112,12 @@ def run(
         check_writable("out", _place(out, ckpt))
 
     start = time.monotonic()
+    if self_test:
+        planted = _self_test(progress)
+        _write({"planted": planted}, out, ckpt)
+        print(f"\nevery check noticed the errors planted for it: {sum(map(len, planted.values()))} checks in "
+              f"{time.monotonic() - start:.0f} s")
+        return
     trust, options = trust or [], options or {}
     how = Options(model is not None, max_dims, patience, None if compiler == "none" else compiler, seed, progress)
     if what is None:
@@ -115,7 +129,7 @@ def run(
     else:
         findings = own_attention(_located(object, trust, "object"), object, capabilities or [], shape, options, how)
     print(findings.text(verbose))
-    _write(findings, out, ckpt)
+    _write(findings.to_dict(), out, ckpt)
     if findings.failed:
         count = f"{len(findings.failed)} check{'' if len(findings.failed) == 1 else 's'} failed"
         raise RunError(f"{count}: {_listed(findings.failed)}{_not_verified('; ', findings)}")
@@ -138,11 +152,11 @@ def _place(out: str | None, ckpt: str | None) -> Path:
     return Path(out).expanduser() if out is not None else place_of(ckpt).parent / "verify.json"
 
 
-def _write(findings: Findings, out: str | None, ckpt: str | None) -> None:
+def _write(results: dict, out: str | None, ckpt: str | None) -> None:
     if out is None and ckpt is None:
         return
     target = _place(out, ckpt)
-    write_text(target, json.dumps({"format": 2, **findings.to_dict()}, indent=1, allow_nan=False) + "\n")
+    write_text(target, json.dumps({"format": 2, **results}, indent=1, allow_nan=False) + "\n")
     print(f"results: {target}")
 
 
@@ -178,6 +192,45 @@ def check_model(
     batch = datamodule.items("val", rows).to(network.device)
     initial = initial_batch(datamodule, _INITIAL).to(network.device) if ckpt is None else None
     return verify(network, fresh, batch, initial, how)
+
+
+def _self_test(progress: bool) -> dict[str, dict[str, list[str]]]:
+    """Run every check on sound and on broken objects, and print by topic which planted errors each notices.
+
+    Returns:
+        The names of the errors, by topic and check.
+
+    Raises:
+        InputError: without the source.
+        RunError: when a check misses an error, or fails on what it should find sound.
+    """
+    source = Path(__file__).resolve().parents[2]
+    if not (source / "tests" / "mutants").is_dir():
+        raise InputError("self_test needs tests/mutants, which stand in the source of genmodels alone: clone it, "
+                         "pip install -e . and repeat the command")
+    sys.path.insert(0, str(source))
+    tables = {}
+    for topic, place in _PLANTED.items():
+        module, _, name = place.partition(".")
+        tables[topic] = getattr(importlib.import_module(f"tests.mutants.{module}"), name)
+    planted: dict[str, dict[str, list[str]]] = {topic: {} for topic in tables}
+    wrong = []
+    with counting(sum(map(len, tables.values())), progress, unit="error") as watch:
+        for topic, name, mutant in ((t, n, m) for t, mutants in tables.items() for n, m in mutants.items()):
+            watch(name)
+            torch.manual_seed(0)
+            found = mutant.run()
+            noticed = {c.name for c in getattr(found, "checks", found) if c.status in (FAILED, NOT_VERIFIED)}
+            expected = mutant.failing | getattr(mutant, "unverified", set())
+            wrong += [f"{check} ({topic}: {name})" for check in sorted(noticed ^ expected)]
+            for check in noticed:
+                planted[topic].setdefault(check, []).append(name)
+    for topic, by_check in planted.items():
+        rows = [[check, _listed(by_check[check])] for check in sorted(by_check)]
+        print(f"{topic}\n{table(rows, ('check', 'notices'))}\n")
+    if wrong:
+        raise RunError(f"checks that missed their error, or found one where there is none: {_listed(wrong)}")
+    return planted
 
 
 @contextmanager

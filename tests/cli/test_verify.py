@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import genmodels as gm
+from genmodels.cli import verify as command
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
+from genmodels.flows.flow import Flow
 from genmodels.flows.scaling import ActNorm
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy_sampling import STEPS
@@ -26,6 +29,7 @@ from genmodels.verification.check import PASSED, Check, Findings, Options, Repor
 from genmodels.verification.checkpoints import verify
 from genmodels.verification.flows import NUMERIC, fingerprint
 from tests.mutants.bijections_layers import Stretch
+from tests.mutants.models import BaseAlone, FlowMutant
 
 MINE = '''
 import torch
@@ -547,3 +551,39 @@ def test_a_broken_model_is_named(capsys, monkeypatch):
     monkeypatch.setattr(DDPM, "encode", lambda model, x: encode(model, x) + 0.1 * x.mean())
     assert main(["verify", "model=ddpm", "data=toy", "model.num_steps=20", "progress=false"]) == 1
     assert "batch size 1 against 64" in capsys.readouterr().err
+
+
+# ---- errors that are planted ----
+
+
+def test_every_check_of_flows_notices_its_error(monkeypatch, tmp_path, capsys):
+    """All tables would take a minute; tests/verification goes through them."""
+    monkeypatch.setattr(command, "_PLANTED", {"flows": "models.FLOW_MUTANTS", "energies": "densities.MUTANTS"})
+    assert main(["verify", "self_test=true", f"out={tmp_path}/v.json", "progress=false"]) == 0
+    shown = capsys.readouterr().out
+    assert "log-density     base alone" in shown and "every check noticed the errors planted for it: 19 checks" in shown
+    planted = json.loads((tmp_path / "v.json").read_text())["planted"]
+    assert planted["flows"]["latents"] == ["latents scaled"] and "score" in planted["energies"]
+
+
+def test_an_error_that_no_check_notices_is_exit_code_1(monkeypatch, capsys):
+    blind = {"blind": FlowMutant(Flow, frozenset({"samples"})), "sound": FlowMutant(BaseAlone)}
+    monkeypatch.setattr("tests.mutants.models.FLOW_MUTANTS", blind)
+    monkeypatch.setattr(command, "_PLANTED", {"flows": "models.FLOW_MUTANTS"})
+    assert main(["verify", "self_test=true", "progress=false"]) == 1
+    shown = capsys.readouterr()
+    assert "samples (flows: blind), log-density (flows: sound)" in shown.err and shown.err.count("\n") == 1
+    assert "every check noticed" not in shown.out
+
+
+def test_every_table_of_errors_is_in_the_self_test():
+    tables = {f"{file.stem}.{name}" for file in Path("tests/mutants").glob("*.py")
+              for name in re.findall(r"^(\w*MUTANTS)\b", file.read_text(), re.M)}
+    assert tables == set(command._PLANTED.values())
+
+
+def test_the_self_test_needs_the_source(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "genmodels" / "cli" / "verify.py"))
+    assert main(["verify", "self_test=true"]) == 2
+    assert "self_test needs tests/mutants" in capsys.readouterr().err
+    assert main(["verify", "self_test=true", "what=attention"]) == 2

@@ -42,7 +42,8 @@ class AttentionMutant:
     longer: Callable[[], nn.Module] | None = None
 
     def run(self, **options) -> Report:
-        """The result of every check."""
+        """The result of every check; it is compiled where that is the error."""
+        options.setdefault("compiler", "eager" if "compiled" in self.failing else None)
         return check(self.make(), DIM, capabilities=self.capabilities, space=self.space, reach=self.reach,
                      fresh=self.longer, **options)  # fmt: skip
 

@@ -22,10 +22,8 @@ from tests.nn.attention.table import MECHANISMS as TABLE
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails_exactly_its_checks(name):
-    mutant = MUTANTS[name]
-    needed = "eager" if "compiled" in mutant.failing else None
-    report = mutant.run(compiler=needed)
-    assert set(report.failed) == mutant.failing, str(report)
+    report = MUTANTS[name].run()
+    assert set(report.failed) == MUTANTS[name].failing, str(report)
 
 
 def test_every_check_has_a_mutant():

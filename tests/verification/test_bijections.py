@@ -30,7 +30,7 @@ NO_COMPILER = {"compiler": None}
 def test_exactly_the_right_checks_fail(name):
     mutant = MUTANTS[name]
     torch.manual_seed(0)
-    report = mutant.run(compiler="eager" if "compiled" in mutant.failing else None)
+    report = mutant.run()
     assert set(report.failed) == mutant.failing, str(report)
 
 
