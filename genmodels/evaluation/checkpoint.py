@@ -53,8 +53,8 @@ class Request:
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
         bound: of a diffusion model: with its T steps (discrete), with infinitely many (continuous), or both; auto is
             discrete, and for texts continuous, which few terms estimate better.
-        importance_samples: dequantisations per item, K, for flows and energy-based models; a list gives one line for
-            each K; default 1 and 8; K = 1 is always included.
+        importance_samples: dequantisations per item, K, for flows, energy-based models and an ODE of exact divergence;
+            a list gives one line for each K; default 1 and 8; K = 1 is always included.
         ode: also compute the likelihood by the probability-flow ODE, on a separate line; auto does so for vectors of
             few dimensions, where it is fast.
         ode_options: its solver, tolerance, probes, ...
