@@ -129,9 +129,9 @@ class MeanFlowModel(FlowMapModel):
 class StepModel(DiffusionModel):
     """A denoiser made for few steps, which is not the mean of the data given x_t: no velocity, no likelihood.
 
-    A family adds its objective and `usual_steps`. A student starts from its teacher's weights where their shapes fit and
-    both have one parameterisation. Validation prints the energy distance of samples by the usual steps, 2 E|x - y| - E|x - x'| - E|y - y'|,
-    in the network's units.
+    A family adds its objective and `usual_steps`. A student starts from its teacher's weights where their shapes fit
+    and both have one parameterisation. Validation prints the energy distance of samples by the usual steps,
+    2 E|x - y| - E|x - x'| - E|y - y'|, in the network's units.
 
     Arguments:
         spec: the data set this model is built for.

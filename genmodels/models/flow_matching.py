@@ -111,8 +111,8 @@ class FlowMatchingModel(DiffusionModel):
             self.register_buffer("source_scale", torch.ones(spec.event_shape))
         self._held_out: dict[str, Batch] = {}
         if reflow is not None and (spec.mel is not None or reflow_pairs < 1 or coupling != "independent"):
-            raise InputError("reflow is for vectors and images, with reflow_pairs of at least 1 and, since its pairs are "
-                             f"given, coupling=independent; got reflow_pairs={reflow_pairs}, coupling={coupling}")
+            raise InputError("reflow is for vectors and images, with reflow_pairs of at least 1 and, since its pairs "
+                             f"are given, coupling=independent; got reflow_pairs={reflow_pairs}, coupling={coupling}")
         self.reflow, self.reflow_pairs = reflow, reflow_pairs
         self.pairs: Pairs | None = None
 
