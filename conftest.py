@@ -83,8 +83,11 @@ def the_same_numbers_every_time():
     So does the number of threads: a process forked while torch has several waits for them forever.
     """
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        from genmodels.core.random import reseed
+
+        torch = sys.modules["torch"]
+        reseed(0, torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

@@ -75,9 +75,13 @@ def test_likelihoods_are_those_of_the_model(model):
 
 REFUSED = [
     (lambda model: model.sample(2, stepps=3), "no sampling option 'stepps': did you mean 'steps'?"),
-    (lambda model: model.sample(0), "n and batch_size must be at least 1, got 0"),
+    (lambda model: model.sample(0), "n must be at least 1, got 0"),
     (lambda model: model.sample(2.5), "n must be an integer, got '2.5' \\(in Python\\)"),
-    (lambda model: model.sample(2, batch_size=0), "n and batch_size must be at least 1, got 2 and 0"),
+    (lambda model: model.sample(2, batch_size=0), "batch_size must be at least 1, got 0"),
+    (lambda model: model.sample(2, batch_size="all"), "batch_size must be a whole number, got 'all'"),
+    (lambda model: model.items(-1), "n must be at least 1, got -1"),
+    (lambda model: model.log_likelihood(model.items(3), batch_size=-1), "batch_size must be at least 1, got -1"),
+    (lambda model: model.log_likelihood(torch.zeros(0, 1, 8, 8)), "items must be at least 1, got 0"),
     (lambda model: model.sample(2, steps=2.5), "steps must be an integer or null, got '2.5' \\(in Python\\)"),
     (lambda model: model.sample(2, seed=-1), "seed must be at least 0, got -1"),
     (lambda model: model.sample(2, temperature="hot"), "temperature must be a number or null, got 'hot'"),
@@ -183,3 +187,9 @@ def test_speech(tmp_path):
     for n in (0, -1):
         with pytest.raises(InputError, match=f"n and batch_size must be at least 1, got {n}"):
             gm.load(tmp_path).sample(n, text="a cab")
+
+
+def test_a_notebook_draws_the_picture_once(model, monkeypatch):
+    drawn, calls = model.sample(2, steps=2, progress=False), []
+    monkeypatch.setattr("genmodels.api.picture_of", lambda *given: calls.append(given) or Image.new("L", (1, 1)))
+    assert drawn._repr_png_() and drawn._repr_html_() is None and len(calls) == 1

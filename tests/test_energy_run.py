@@ -24,6 +24,7 @@ from genmodels.training.callbacks import Checkpointing
 ROOT = Path(__file__).parents[1]
 QUICK = ["trainer.max_steps=8", "trainer.validate_every_n_steps=4", "trainer.sample_every_n_steps=0", "logger=csv",
          "trainer.progress=false", "data.batch_size=32"]
+ONCE = [*QUICK, "trainer.validate_every_n_steps=8"]
 SMALL = ["data=toy", "data.n_val=100", "data.n_test=200", "data.n_train=2000"]
 PLANE = ["model=energy", *SMALL, "model.net.hidden=[16,16]"]
 
@@ -34,7 +35,9 @@ def genmodels(*words: str) -> None:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
+    """An empty folder; a fifth of the usual moves, which would take most of the time, tunes the steps of chains."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))
     return tmp_path
 
 
@@ -95,7 +98,7 @@ def test_a_table_is_evaluated_by_annealed_importance_sampling(here, capsys):
 
 
 def test_an_energy_of_digits_answers_for_the_integers(here):
-    genmodels("train", "model=energy", "model.net.channels=[4,8]", *QUICK, "run_dir=run")
+    genmodels("train", "model=energy", "model.net.channels=[4,8]", *ONCE, "run_dir=run")
     genmodels("sample", "ckpt=run", "n=3", "steps=3", "out=three.npz")
     x = np.load("three.npz")["x"]
     assert x.dtype == np.uint8 and x.max() <= 16
@@ -107,7 +110,7 @@ def test_an_energy_of_digits_answers_for_the_integers(here):
 
 
 def test_a_score_model_draws_and_bounds_the_likelihood(here, capsys):
-    genmodels("train", "model=score", "model.net.channels=8", "model.net.attention_at=[]", *QUICK, "run_dir=run")
+    genmodels("train", "model=score", "model.net.channels=8", "model.net.attention_at=[]", *ONCE, "run_dir=run")
     for sampler in ("predictor_corrector", "annealed_langevin"):
         words = ["ckpt=run", f"sampler={sampler}", "steps=3", "cond=3"]
         genmodels("sample", *words, "n=3", f"out={sampler}.npz")
@@ -124,23 +127,23 @@ def test_a_score_model_draws_and_bounds_the_likelihood(here, capsys):
 
 def test_an_energy_of_images_at_every_level_is_a_diffusion_model_with_energies(here, capsys):
     net = ["model.net.channels=8", "model.net.attention_at=[]", "model.num_steps=20"]
-    genmodels("train", "model=energy_ddpm", *net, *QUICK, "run_dir=run")
+    genmodels("train", "model=energy_ddpm", *net, *ONCE, "run_dir=run")
     for sampler in ("dpmpp_2m", "ddpm"):
         words = ["ckpt=run", f"sampler={sampler}", "steps=4", "cond=3"]
         genmodels("sample", *words, "n=3", "guidance=2", f"out={sampler}.npz", f"path={sampler}.gif", "frames=2")
         genmodels("sample", *words, "n=1", "start=2", "guidance=2", "out=one.npz")
         many, one = np.load(f"{sampler}.npz")["x"].astype(int), np.load("one.npz")["x"].astype(int)
         assert np.abs(many[2] - one[0]).max() <= 1
-    genmodels("evaluate", "ckpt=run", "stages=[likelihood,checks]", "limit=20", "draws=4", "ode=true",
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood,checks]", "limit=10", "draws=2", "ode=true",
               "ode_options.divergence=hutchinson", "ode_options.solver=heun", "ode_options.steps=2")
-    rows = report("report_first20.json")["likelihood"]
+    rows = report("report_first10.json")["likelihood"]
     assert [row["kind"] for row in rows] == ["lower_bound", "ode"]  # the density of noisy data is in no line
     capsys.readouterr()
     genmodels("verify", "ckpt=run", "progress=false")
     assert "NoiseLevels, an energy" in capsys.readouterr().out
     model = gm.load("run").network
     items = Batch(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.arange(4))
-    assert model.energies(items).shape == (4,) and model.partition(3, chains=16, steps=50).log_z > 0
+    assert model.energies(items).shape == (4,) and model.partition(3, chains=16, steps=10).log_z > 0
 
 
 def test_model_energy_of_mnist_is_the_energy_at_every_level():

@@ -20,6 +20,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -39,15 +40,14 @@ class Composer:
 
     Arguments:
         hydra: Hydra's object, which also launches sweeps.
-        command: train, sample, evaluate or verify: the name of the primary YAML file and of the module in
-            `genmodels.cli`.
+        command: the name of the primary YAML file and of the module in `genmodels.cli`.
     """
 
     def __init__(self, hydra: Hydra, command: str):
         self.hydra, self.command = hydra, command
-        # Hydra reads its folders again at every call.
-        self._groups = cache(hydra.config_loader.list_groups)
-        self._options = cache(hydra.config_loader.get_group_options)
+        # Hydra reads its folders again at every call, and its loader copies all that it has.
+        self._options = cache(hydra.config_loader.repository.get_group_options)
+        self._groups = self._options("", ObjectType.GROUP)
 
     def parse(self, overrides: list[str]) -> list[Override]:
         """`key=value` words as parsed by Hydra, allowed for keys that YAML does not name.
@@ -69,7 +69,7 @@ class Composer:
         plain = override.type in (OverrideType.CHANGE, OverrideType.ADD) and override.package is None
         if not plain or override.is_hydra_override() or "/" in key:
             return word
-        if key not in self._groups("") or isinstance(override.value(), dict):
+        if key not in self._groups or isinstance(override.value(), dict):
             return "++" + word.lstrip("+")
         if not override.is_sweep_override():
             # Hydra silently ignores an unknown option of an optional group, such as preset.
@@ -99,8 +99,8 @@ class Composer:
     def _plain(self, parsed: list[Override]) -> dict:
         config = self._of_run(parsed)
         if config is None:
-            config = self._asking(lambda: compose(self.command, [o.input_line for o in parsed]))
-        return self._asking(lambda: OmegaConf.to_container(config, resolve=True))
+            config = self._call(lambda: compose(self.command, [o.input_line for o in parsed]))
+        return self._call(lambda: OmegaConf.to_container(config, resolve=True))
 
     def _of_run(self, parsed: list[Override]) -> DictConfig | None:
         """The settings of the run that is resumed by its path, with those of the command line.
@@ -109,7 +109,7 @@ class Composer:
         that the run trusted are not trusted again: its folder may come from elsewhere.
         """
         resume = next((o.value() for o in parsed if o.key_or_group == "resume"), None)
-        groups = self._groups("")
+        groups = self._groups
         if self.command != "train" or not resume or resume in ("last", "auto") or any(
                 o.key_or_group in groups or o.is_sweep_override() or o.is_delete() for o in parsed):  # fmt: skip
             return None
@@ -117,7 +117,7 @@ class Composer:
         file = (place if place.is_dir() else place.parent) / "config.yaml"
         if not file.is_file():
             return None
-        settings = self._asking(lambda: yaml.safe_load(file.read_text(encoding="utf-8")))
+        settings = self._call(lambda: yaml.safe_load(file.read_text(encoding="utf-8")))
         if not isinstance(settings, dict):
             raise InputError(f"{file} holds no settings: give those of the run, model=..., data=... and others")
         if launch() is not None and isinstance(settings.get("trainer"), dict):  # torchrun or srun decides these numbers
@@ -125,7 +125,7 @@ class Composer:
         config = OmegaConf.create({**settings, "trust": []})
         for override in parsed:
             key, value = override.key_or_group, override.value()
-            self._asking(lambda key=key, value=value: OmegaConf.update(config, key, value, force_add=True))
+            self._call(lambda key=key, value=value: OmegaConf.update(config, key, value, force_add=True))
         return config
 
     def _checked(self, parsed: list[Override]) -> dict:
@@ -154,7 +154,7 @@ class Composer:
         params = self.parse([f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()])
         task = [o for o in [*params, *parsed] if not o.is_hydra_override()]
         if sweeper._target_.endswith("BasicSweeper"):
-            batches = self._asking(lambda: BasicSweeper.split_arguments(task, None))
+            batches = self._call(lambda: BasicSweeper.split_arguments(task, None))
             points = [point for batch in batches for point in batch]
         else:
             words = [_words(override) for override in task]
@@ -167,12 +167,12 @@ class Composer:
     def settings(self, parsed: list[Override]):
         """Hydra's own settings of a sweep: its folder, sweeper and launcher."""
         fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
-        return self._asking(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra
+        return self._call(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra
 
-    def _asking(self, question):
+    def _call(self, function):
         """The result of a call to Hydra, with its errors as an InputError of one line."""
         try:
-            return question()
+            return function()
         except MissingConfigException as error:
             group, _, name = (error.missing_cfg_file or "").rpartition("/")
             if not group:

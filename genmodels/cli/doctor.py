@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
         place = words.index("--fix-list")
         if len(words) < 3 or place + 1 == len(words):
             raise InputError("--fix-list names a file for the items that data=... cannot use: --fix-list bad.txt")
-        fix_list = Path(words[place + 1])
+        fix_list = Path(words[place + 1]).expanduser()
         del words[place : place + 2]
         if fix_list.exists() and not fix_list.is_file():
             raise InputError(f"--fix-list={fix_list} is {kind_of(fix_list)}, not a file")

@@ -27,8 +27,8 @@ from genmodels.models.glow_tts import GlowTTS
 
 _ROWS = 5  # of an example: unlikely to equal another size, with which the tracer would confuse it
 _TOLERANCE = 1e-3  # relative to the largest value: rounding of float32 with operations in another order
-#: By other operations: ONNX has no hypot, and its log-sigmoid is the logarithm of a sigmoid, of few digits far below 0.
-_BY_OTHERS = {
+#: Replaced for ONNX, which has no hypot, and whose log-sigmoid, the logarithm of a sigmoid, is imprecise far below 0.
+_DECOMPOSITIONS = {
     torch.ops.aten.hypot.default: lambda a, b: torch.sqrt(a * a + b * b),
     torch.ops.aten.log_sigmoid.default: lambda x: x.clamp(max=0) - torch.log1p(torch.exp(-x.abs())),
 }
@@ -70,9 +70,9 @@ def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | fl
                 f"sample:   genmodels sample {typed('ckpt', target)}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
-    made = [(graph, *_made(graph, header, target)) for graph in graphs_of(model, weights_of(ema))]
+    files = [(graph, *_exported(graph, header, target)) for graph in graphs_of(model, weights_of(ema))]
     lines = []
-    for graph, content, parity in made:  # all of them, or none where one cannot be made
+    for graph, content, parity in files:  # only now, so that nothing is written where one of them cannot be exported
         place = target.with_name(f"{target.stem}{graph.suffix}{target.suffix}")
         write_whole(place, lambda file, content=content: file.write(content))
         lines += [f"{graph.meaning}: {place}", parity]
@@ -255,7 +255,7 @@ def _mel(both: nn.ModuleDict, tokens: Tensor, path: Tensor, noise: Tensor) -> Te
     return both["units"].inverse(both["flow"].decoder.inverse(z)[0])
 
 
-def _made(graph: Graph, header: dict, target: Path) -> tuple[bytes, str]:
+def _exported(graph: Graph, header: dict, target: Path) -> tuple[bytes, str]:
     """The content of a function's file, and a line on how it compares with the function on other inputs."""
     examples, names = tuple(graph.inputs.values()), list(graph.inputs)
     batch, auto = torch.export.Dim("batch"), torch.export.Dim.AUTO
@@ -284,7 +284,7 @@ def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tupl
                          ) from None
     del onnxscript
     try:
-        program = program.run_decompositions(_BY_OTHERS)
+        program = program.run_decompositions(_DECOMPOSITIONS)
         written = torch.onnx.export(program, examples, input_names=names, output_names=outputs, dynamo=True,
                                     verbose=False)  # fmt: skip
     except Exception as error:  # the exporter raises errors of many classes, of which the first names the operation
@@ -312,9 +312,9 @@ def _parity_of_onnx(graph: Graph, content: bytes) -> str:
 
 
 def _parity(graph: Graph, exported: Callable, by: str) -> str:
-    """Compare on three rows (of a text: on the example), which the tracer has not seen.
+    """Compare on three inputs (of a text, one) that the tracer has not seen, and return a line on the difference.
 
-    Rows are mixed with others, which leaves them where the graph is defined: data of a flow between the levels.
+    They are interpolated between examples, and so stay where the graph is defined: data of a flow between the levels.
     """
     generator = torch.Generator().manual_seed(1)
 

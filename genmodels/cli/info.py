@@ -75,9 +75,9 @@ def describe(ckpt: str | Path, full: bool = False) -> str:
     Raises:
         RunError: for a file that is missing, truncated, altered or not a checkpoint.
     """
-    path = located(ckpt)
-    if not path.is_file() and Path(ckpt).is_dir():
-        path = last if (last := Path(ckpt) / "last.ckpt").is_file() else Path(ckpt)
+    path, folder = located(ckpt), Path(ckpt).expanduser()
+    if not path.is_file() and folder.is_dir():
+        path = last if (last := folder / "last.ckpt").is_file() else folder
     header = read_header(path)
     stat = path.stat()
     written = datetime.datetime.fromtimestamp(stat.st_mtime).strftime("%Y-%m-%d %H:%M:%S")

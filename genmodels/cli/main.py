@@ -8,6 +8,7 @@ keep their traceback.
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import warnings
@@ -143,15 +144,19 @@ def _dispatch(command: str, words: list[str]) -> int:
     return 0
 
 
+_MARKED = re.compile(r"\[(slow|pause)[]=]")
+
+
 def with_quoted_text(word: str) -> str:
     """A word `text=...` with its value quoted, unless it is quoted already or a list.
 
     Example:
-        >>> print(*map(with_quoted_text, ("text=Don't stop, please!", "text=[one,two]", "n=3")))
-        text='Don\\'t stop, please!' text=[one,two] n=3
+        >>> print(*map(with_quoted_text, ("text=Don't stop, please!", "text=[one,two]", "text=[slow]one[/slow]")))
+        text='Don\\'t stop, please!' text=[one,two] text='[slow]one[/slow]'
     """
     key, equals, value = word.partition("=")
-    of_text = key == "text" and value and value[0] not in "'\"[" and value != "null"
+    of_text = key == "text" and value and value[0] not in "'\"" and value != "null" and (
+        value[0] != "[" or _MARKED.match(value))  # a list of texts, unless it is a mark such as [slow]
     return f"{key}{equals}{literal(value)}" if of_text else word
 
 

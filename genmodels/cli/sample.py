@@ -98,7 +98,8 @@ def run(
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     require_partners(options | named | {"chunk": chunk, "stream": stream or None, "frames": frames, "path": path,
                                         "interpolate": interpolate})
-    out, path = (place if place is None else os.path.expanduser(place) for place in (out, path))
+    out, path, text_file, durations = (place if place is None else os.path.expanduser(place)
+                                       for place in (out, path, text_file, durations))
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
@@ -122,18 +123,26 @@ def run(
     of_text |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
     if unused := [key for key, value in of_text.items() if value is not None]:
         raise InputError(f"{unused[0]} is for text-to-speech models: {given.kind}")
-    unusual = _unusual(options, named, ema)
-    target = Path(out) if out is not None else default_target(given.place, asked, spec, unusual)
+    given_options = _not_default(options, named, ema)
+    target = Path(out) if out is not None else default_target(given.place, asked, spec, given_options)
     _check_targets(target, path, spec)
     if interpolate is not None:
-        _check_alone(asked, unusual | {"path": path})
+        _check_alone(asked, given_options | {"path": path})
         print(*strip(given, interpolate, frames or _FRAMES, ema, Path(out) if out else None), sep="\n")
         return
     _draw(given, asked, target, named, ema, batch_size, group, path, frames or _FRAMES)
 
 
 class _Trained(NamedTuple):
-    """A trained model, its header, where it was read, how that was named, further packages, and where it is from."""
+    """A trained model.
+
+    Attributes:
+        model, header: the model, and the header of its checkpoint.
+        path: the file that it was read from.
+        place: the path by which its results are named, see `place_of`.
+        trust: further packages whose classes the checkpoint may name.
+        made: the checkpoint in files of its samples, see `origin`.
+    """
 
     model: GenerativeModel
     header: dict
@@ -229,8 +238,8 @@ def _check_companions(out: str | None) -> None:
             raise InputError(f"out={out} also writes {place}, which exists: give another name")
 
 
-def _unusual(options: dict, named: dict, ema: bool | float) -> dict:
-    """The options of sampling that are not the usual ones, as the default name of the file has them; else None."""
+def _not_default(options: dict, named: dict, ema: bool | float) -> dict:
+    """The options that differ from their defaults, for the default name of the file; None for the others."""
     given = {field.name: options.get(field.name) for field in fields(SamplingOptions)}
     temperature = given.pop("temperature")
     return given | {"seed": None, "start": None} | named | {
@@ -310,9 +319,13 @@ def between(model, ends: list, frames: int, ema, data):
         raise InputError(f"interpolate takes two items, got {len(ends)}: interpolate=[3,17], or two picture files")
     batch = read_items(ends, data, model.spec, "interpolate")
     pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
-    words = [f"item {end}" if str(end).isdigit() else Path(end).stem for end in ends]
-    names = [words[0], *[""] * (frames - 2), words[1]]
+    first, last = map(_end_name, ends)
+    names = [first, *[""] * (frames - 2), last]
     return grid(images_of(pictures.cpu(), model.spec, smallest=LEGIBLE), columns=frames, names=names)
+
+
+def _end_name(end: int | str) -> str:
+    return f"item {end}" if str(end).isdigit() else Path(end).stem
 
 
 def strip(given: _Trained, ends: list, frames: int, ema: bool | float, target: Path | None) -> list[str]:
@@ -325,13 +338,13 @@ def strip(given: _Trained, ends: list, frames: int, ema: bool | float, target: P
         raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
     sheet = between(given.model, ends, frames, ema, data_of(given.header, given.path, given.trust))
     if target is None:
-        words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
+        words = "-".join(file_word(str(end).replace(".", "-")) for end in ends)
         words += "" if frames == _FRAMES else f"_frames-{frames}"
         words += "" if ema is True else f"_ema-{ema}"
         target = given.place.parent / "samples" / f"{given.place.stem}_between-{words}.png"
     made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema), **given.made}
     save_png(sheet, target, made)
-    return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
+    return [f"{frames} pictures from {_end_name(ends[0])} to {_end_name(ends[1])}: {target}"]
 
 
 def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: dict) -> Path:

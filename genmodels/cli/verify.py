@@ -30,7 +30,7 @@ _ROWS = 3
 _INITIAL = 1024
 _LISTED = 6  # failed checks in a message
 _DIM, _HEADS = 8, 2  # of a user's attention
-_PLANTED = {  # tables of errors in tests/mutants, each with the checks that must notice it
+_MUTANTS = {  # tables in tests/mutants: each mutant is listed with the checks that must detect it
     "bijections": "bijections.MUTANTS", "flows": "models.FLOW_MUTANTS", "models": "models.MUTANTS",
     "schedules and energies": "densities.MUTANTS", "denoisers and samplers": "diffusion.MUTANTS",
     "attention": "attention.MUTANTS",
@@ -74,8 +74,8 @@ def run(
             mechanisms of this package, or the one given by object.
         object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
         capabilities: of that module, as in [relative,cache,causal]; each adds further checks.
-        self_test: instead run every check on errors that are planted for it, and fail if one goes unnoticed; needs the
-            source, since the errors stand with the tests.
+        self_test: instead run every check on mutants, deliberately broken objects, and fail if one is not detected;
+            needs the source, since the mutants are part of the tests.
         shape: event shape for what, as in shape=[3,8,8]; for attention on maps height and width.
         options: arguments of the class given by what or object.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
@@ -93,36 +93,23 @@ def run(
         logger: not used here.
         checkpoint: not used here.
     """
-    attention = what == "attention"
-    chosen = {"model": model, "ckpt": ckpt, "what": what, "self_test": self_test or None}
-    given = [key for key, value in chosen.items() if value is not None]
-    if len(given) != 1:
-        problem = f"got {' and '.join(given)}" if given else "no model is given"
-        raise InputError(f"{problem}: give one of model=glow, ckpt=<file>, what=package.module:Class or self_test=true")
-    values = {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities}
-    for useless, keys, partner in (
-        (what is None, ("shape", "options", "cond"), "what=package.module:Class"),
-        (not attention, ("object", "capabilities"), "what=attention"),
-        (attention and object is None, ("shape", "options", "capabilities"), "object=package.module:factory"),
-    ):
-        for key in keys:
-            if useless and values[key] is not None:
-                raise InputError(f"{key} needs {partner}")
+    _check_given({"model": model, "ckpt": ckpt, "what": what, "self_test": self_test or None},
+                 {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities})
     if out is not None or ckpt is not None:
         check_writable("out", _place(out, ckpt))
 
     start = time.monotonic()
     if self_test:
-        planted = _self_test(progress)
-        _write({"planted": planted}, out, ckpt)
-        print(f"\nevery check noticed the errors planted for it: {sum(map(len, planted.values()))} checks in "
+        detected = _self_test(progress)
+        _write({"planted": detected}, out, ckpt)
+        print(f"\nevery check detected its mutants: {sum(map(len, detected.values()))} checks in "
               f"{time.monotonic() - start:.0f} s")
         return
     trust, options = trust or [], options or {}
     how = Options(model is not None, max_dims, patience, None if compiler == "none" else compiler, seed, progress)
     if what is None:
         findings = check_model(model, data, ckpt, ema, device, trust, how)
-    elif not attention:
+    elif what != "attention":
         findings = _own(_located(what, trust), what, shape, options, cond, how)
     elif object is None:
         findings = every_mechanism(how)
@@ -137,6 +124,24 @@ def run(
         raise RunError(f"no check failed, but {_not_verified('', findings)}")
     checks = sum(check.error is not None for report in findings.reports for check in report.checks)
     print(f"\nevery check passed: {checks} checks in {time.monotonic() - start:.0f} s")
+
+
+def _check_given(subjects: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise InputError unless there is exactly one subject of the checks, with no option that does not apply to it."""
+    given = [key for key, value in subjects.items() if value is not None]
+    if len(given) != 1:
+        problem = f"got {' and '.join(given)}" if given else "no model is given"
+        raise InputError(f"{problem}: give one of model=glow, ckpt=<file>, what=package.module:Class or self_test=true")
+    what, attention = subjects["what"], subjects["what"] == "attention"
+    for useless, keys, partner in (
+        (what is None, ("shape", "options", "cond"), "what=package.module:Class"),
+        (not attention, ("object", "capabilities"), "what=attention"),
+        (attention and options["object"] is None, ("shape", "options", "capabilities"),
+         "object=package.module:factory"),
+    ):
+        for key in keys:
+            if useless and options[key] is not None:
+                raise InputError(f"{key} needs {partner}")
 
 
 def _listed(names: list[str]) -> str:
@@ -195,42 +200,42 @@ def check_model(
 
 
 def _self_test(progress: bool) -> dict[str, dict[str, list[str]]]:
-    """Run every check on sound and on broken objects, and print by topic which planted errors each notices.
+    """Run every check on its mutants, and print by topic which of them it detects.
 
     Returns:
-        The names of the errors, by topic and check.
+        The names of the mutants, by topic and check.
 
     Raises:
         InputError: without the source.
-        RunError: when a check misses an error, or fails on what it should find sound.
+        RunError: when a check misses a mutant, or fails on an object that it should pass.
     """
     source = Path(__file__).resolve().parents[2]
     if not (source / "tests" / "mutants").is_dir():
-        raise InputError("self_test needs tests/mutants, which stand in the source of genmodels alone: clone it, "
+        raise InputError("self_test needs tests/mutants, which only the source of genmodels has: clone it, "
                          "pip install -e . and repeat the command")
     sys.path.insert(0, str(source))
     tables = {}
-    for topic, place in _PLANTED.items():
+    for topic, place in _MUTANTS.items():
         module, _, name = place.partition(".")
         tables[topic] = getattr(importlib.import_module(f"tests.mutants.{module}"), name)
-    planted: dict[str, dict[str, list[str]]] = {topic: {} for topic in tables}
+    detected: dict[str, dict[str, list[str]]] = {topic: {} for topic in tables}
     wrong = []
-    with counting(sum(map(len, tables.values())), progress, unit="error") as watch:
+    with counting(sum(map(len, tables.values())), progress, unit="mutant") as watch:
         for topic, name, mutant in ((t, n, m) for t, mutants in tables.items() for n, m in mutants.items()):
             watch(name)
             torch.manual_seed(0)
             found = mutant.run()
-            noticed = {c.name for c in getattr(found, "checks", found) if c.status in (FAILED, NOT_VERIFIED)}
+            failed = {c.name for c in getattr(found, "checks", found) if c.status in (FAILED, NOT_VERIFIED)}
             expected = mutant.failing | getattr(mutant, "unverified", set())
-            wrong += [f"{check} ({topic}: {name})" for check in sorted(noticed ^ expected)]
-            for check in noticed:
-                planted[topic].setdefault(check, []).append(name)
-    for topic, by_check in planted.items():
+            wrong += [f"{check} ({topic}: {name})" for check in sorted(failed ^ expected)]
+            for check in failed:
+                detected[topic].setdefault(check, []).append(name)
+    for topic, by_check in detected.items():
         rows = [[check, _listed(by_check[check])] for check in sorted(by_check)]
-        print(f"{topic}\n{table(rows, ('check', 'notices'))}\n")
+        print(f"{topic}\n{table(rows, ('check', 'detects'))}\n")
     if wrong:
-        raise RunError(f"checks that missed their error, or found one where there is none: {_listed(wrong)}")
-    return planted
+        raise RunError(f"checks that missed a mutant, or failed where they should pass: {_listed(wrong)}")
+    return detected
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from genmodels.core.errors import RunError
 from genmodels.core.files import kind_of
 
 FORMAT = 1
-MOST_BYTES = 4 << 20
+MOST_BYTES = 4 << 20  # of a header
 _DEPTH, _VALUES, _CHARACTERS = 32, 500_000, 10_000
 _OPTION = 2**24  # largest count among a model's options: a list of so many items is a hundred megabytes
 _LARGE = 2**31 - 1  # largest size, number of levels or classes
@@ -77,13 +77,13 @@ _MEL = {
 }  # fmt: skip
 _STATISTICS = {"per?": _WORD, "mean": _NUMBER.or_many(), "std": _NUMBER.or_many(), "frames?": _SIZE,
                "multiple?": _SIZE}
-_WRITTEN = {
+_SPEECH_TEXT = {
     "symbols": _TEXT.many(1), "blanks": _FLAG, "language": _WORD, "form?": _WORD, "examples?": _TEXT.many(),
 }  # fmt: skip
 _DATA = {
     "name": _TEXT, "event_shape": _SIZE.many(1), "levels?": _whole(2, _LARGE).or_null(),
     "num_classes?": _SIZE.or_null(), "class_names?": _TEXT.many(), "entropy?": _NUMBER.or_null(), "mel?": _MEL,
-    "statistics?": _STATISTICS, "text?": _WRITTEN, "speakers?": _TEXT.many(), "columns?": _TEXT.many(),
+    "statistics?": _STATISTICS, "text?": _SPEECH_TEXT, "speakers?": _TEXT.many(), "columns?": _TEXT.many(),
     "encoding?": _WORD.or_null(), "fingerprint?": _TEXT,
     "source?": {"name": _TEXT, "levels?": _whole(2, _LARGE).or_null()},
 }  # fmt: skip
@@ -271,14 +271,14 @@ def _damage(file) -> str | None:
     file.seek(0)
     if files.checksum(file, end - _DIGEST).encode() != stored:
         return f"its content was altered{_altered_record(file)}: SHA-256 does not match"
-    return _misbuilt(records, end)
+    return _structural_fault(records, end)
 
 
 def _is_header(record: zipfile.ZipInfo) -> bool:
     return record.filename.endswith(f"/{HEADER}")
 
 
-def _misbuilt(records: list[zipfile.ZipInfo], length: int) -> str | None:
+def _structural_fault(records: list[zipfile.ZipInfo], length: int) -> str | None:
     """The reason to refuse records although the checksum agrees: they must not unpack to more than the file's size."""
     packed = next((r for r in records if r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size), None)
     if packed is not None:
@@ -347,7 +347,7 @@ def nonfinite_weight(path: str | Path) -> str | None:
     import numpy as np
 
     try:
-        for name, kind, raw in (files.weights if files.is_exported(path) else _of_archive)(path):
+        for name, kind, raw in (files.weights if files.is_exported(path) else _archive_weights)(path):
             dtype, exponent = _EXPONENTS[kind]
             if bool(((np.frombuffer(raw, dtype) & exponent) == exponent).any()):
                 return str(name)
@@ -370,8 +370,8 @@ def _inert_state(archive: zipfile.ZipFile) -> dict:
     return _Inert(io.BytesIO(archive.read(f"{archive.namelist()[0].split('/')[0]}/data.pkl"))).load()
 
 
-def _of_archive(path: str | Path) -> Iterator[tuple[str, str, bytes]]:
-    """Name, kind and bytes of the weights of a checkpoint that are not integers."""
+def _archive_weights(path: str | Path) -> Iterator[tuple[str, str, bytes]]:
+    """Name, kind and bytes of the floating-point weights of a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         root = archive.namelist()[0].split("/")[0]
         weights = _inert_state(archive)["state_dict"]

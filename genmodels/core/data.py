@@ -266,8 +266,9 @@ class DataSpec:
     def require(self, family: str, *, text: bool, source: bool) -> None:
         """Raise an InputError for data with texts, or with another data set as source, if a family takes none."""
         if self.text is not None and not text:
-            raise InputError(f"{self.name} has mels of unlike length with texts, and {an(family)} is not conditioned "
-                             "on texts: use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
+            raise InputError(f"{self.name} has mels of different lengths with texts, and {an(family)} is not "
+                             "conditioned on texts: use model=glow_tts, or clips in a folder for each class "
+                             "(data=spoken_digits)")
         if self.source is not None and not source:
             raise InputError(f"{self.name} begins at another data set, and {an(family)} at noise: use "
                              "model=flow_matching, or the target alone")
@@ -425,9 +426,9 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:
     for name, column in zip(names, rows.T, strict=True):
         if bool((column == column[0]).all()):
             raise InputError(f"column {name} is constant: leave it out, or add noise")
-    for name, column in zip(names, rows.T, strict=True):
-        if len(column) > 100 and len(column.unique()) <= 20:
-            raise InputError(f"column {name} has only {len(column.unique())} values: dequantise it, or add noise")
+    for name, column in zip(names, rows.T, strict=True) if len(rows) > 100 else ():
+        if (values := len(column.unique())) <= 20:
+            raise InputError(f"column {name} has only {values} values: dequantise it, or add noise")
     copies = len(rows) - len(rows.unique(dim=0))
     if copies > 0.01 * len(rows):
         raise InputError(f"{copies} of {len(rows)} rows are copies of others: drop them, or add noise")

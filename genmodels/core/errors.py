@@ -142,7 +142,7 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
 
 
 def hint(name: str, names, start: str = ":", cutoff: float = 0.5) -> str:
-    """The question for the nearest of `names`, after `start`; nothing if none is similar.
+    """`start` and a question that offers the most similar of `names`; empty if none is similar.
 
     Example:
         >>> f"unknown model 'dpmm'{hint('dpmm', ['ddpm', 'glow'])}"
@@ -178,7 +178,7 @@ def an(name: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """A number with its noun, in the plural unless it is 1.
 
     Example:
         >>> counted(1, "sample"), counted(1200, "item")
@@ -188,7 +188,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def require_known(owner: str, given: Iterable[str], known: Iterable[str], kind: str = "option") -> None:
-    """Raise InputError for the first name that is not one of those known, with the nearest of these.
+    """Raise InputError for the first unknown name, with the most similar known one.
 
     Example:
         >>> require_known("evaluate", ["limits"], ["limit", "split"])
@@ -212,7 +212,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-_OF_PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def explain(command: str, error: BaseException) -> tuple[str, int] | None:
@@ -231,7 +231,7 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
         return (f"not installed: {', '.join(missing)}. Run {_installation()}", 1) if missing else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some space and repeat", 1
-    if isinstance(error, OSError) and error.filename and error.errno in _OF_PLACES:
+    if isinstance(error, OSError) and error.filename and error.errno in _PATH_ERRORS:
         return f"{str(error.filename)[:200]}: {os.strerror(error.errno).lower()}", 1
     text = str(error)
     if "DataLoader worker" in text:
@@ -258,7 +258,7 @@ def _installation() -> str:
 
 
 def at_least(least: int, **sizes: int) -> None:
-    """Raise ValueError for the first of these sizes that is too small, or no whole number.
+    """Raise ValueError for the first size that is below `least`, or not a whole number.
 
     Example:
         >>> at_least(1, channels=8, depth=0)
@@ -291,7 +291,7 @@ _STORED: ContextVar[bool] = ContextVar("options of a checkpoint", default=False)
 
 @contextmanager
 def stored_options() -> Iterator[None]:
-    """While the options of a checkpoint are built: `only_for` passes those that an earlier version took."""
+    """While the options of a checkpoint are built, let `only_for` accept those that earlier versions accepted."""
     token = _STORED.set(True)
     try:
         yield
@@ -300,7 +300,7 @@ def stored_options() -> Iterator[None]:
 
 
 def only_for(what: str, **options: tuple[object, object]) -> None:
-    """Raise ValueError for the first of these options of a model, given as (value, usual value), that is not the usual.
+    """Raise ValueError for the first option of a model, given as (value, default), that differs from its default.
 
     Example:
         >>> only_for("images", depth=(2, 2), heads=(8, 4))
@@ -308,8 +308,8 @@ def only_for(what: str, **options: tuple[object, object]) -> None:
         ...
         ValueError: heads=8 is for images: leave it out, or where a preset sets it add '~model.heads'
     """
-    for name, (value, usual) in options.items():
-        if value != usual and not _STORED.get():
+    for name, (value, default) in options.items():
+        if value != default and not _STORED.get():
             raise ValueError(f"{name}={value} is for {what}: leave it out, or where a preset sets it add "
                              f"'~model.{name}'")
 
@@ -320,7 +320,7 @@ def terminal(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """A stream on which every state of a bar is a new line; the last one is not repeated when the bar ends."""
+    """A stream that writes each state of a progress bar on a line of its own, the last one only once."""
 
     encoding = "utf-8"
 

@@ -51,8 +51,7 @@ def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None
     `write(file)` fills a temporary file in the same folder, which is fsynced and then moved into place.
 
     Raises:
-        RunError: if the disk is full, the folder cannot be written, or the target is a device or a pipe; the target
-            is unchanged.
+        RunError: if the disk is full, or the target cannot be written, such as a device; it is unchanged.
     """
     path = Path(path)
     # The name is unpredictable and opened exclusively, so that no link of another user is followed.
@@ -133,23 +132,34 @@ def open_lock(path: str | Path):
 
 
 def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # some network file systems cannot sync a folder; the move itself has happened
-        os.fsync(handle)
-    os.close(handle)
+    with suppress(OSError):  # an unreadable folder, or some network file systems: the move itself has happened
+        handle = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):
+            os.fsync(handle)
+        os.close(handle)
 
 
 def _explain(error: Exception, path: Path) -> Exception:
-    number = getattr(error, "errno", None)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     # torch's zip writer hides the errno of a short write in its message.
-    full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "file write failed" in str(error)
-    if full or "unexpected pos" in str(error):
+    if full or any(sign in str(error) for sign in ("file write failed", "unexpected pos")):
         kept = f"the previous {path.name} is kept" if path.exists() else "nothing was overwritten"
         again = "then resume with resume=last" if path.suffix == ".ckpt" else "then try again"
         return RunError(f"no space left to write {path}: {kept}; free some space, {again}")
     if isinstance(error, OSError):
-        return RunError(f"cannot write {path}: {os.strerror(number) if number else error}")
+        return RunError(f"cannot write {path}: {_reason(error, path)}")
     return error
+
+
+def _reason(error: OSError, path: Path) -> str:
+    dead = _dead_link(path) if isinstance(error, FileExistsError) else None
+    return dead or (os.strerror(error.errno) if error.errno else str(error))
+
+
+def _dead_link(path: Path) -> str | None:
+    """A phrase on a folder of the path that links to a missing one, for instance on a disk that is not mounted."""
+    dead = (folder for folder in path.parents if folder.is_symlink() and not folder.exists())
+    return next((f"{link} is a link to {os.readlink(link)}, which does not exist" for link in dead), None)
 
 
 def new_folder(path: Path) -> Path:
@@ -163,17 +173,16 @@ def new_folder(path: Path) -> Path:
         try:
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
-            count += 1
-            folder = path.with_name(f"{path.name}_{count}")
         except OSError as error:
-            raise RunError(f"cannot make the folder {folder}: {os.strerror(error.errno)}") from error
+            if not (isinstance(error, FileExistsError) and os.path.lexists(folder)):
+                raise RunError(f"cannot make the folder {folder}: {_reason(error, folder)}") from error
+        count += 1
+        folder = path.with_name(f"{path.name}_{count}")
 
 
 def cache_folder() -> Path:
     """`$GENMODELS_CACHE`, or `genmodels` in the user's cache folder."""
-    given = os.environ.get("GENMODELS_CACHE")
-    if given:
+    if given := os.environ.get("GENMODELS_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "genmodels"
 
@@ -222,8 +231,9 @@ def found_at(config: Any, path: str) -> tuple | None:
     return (config,)
 
 
-_PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
-_OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
+_PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*", re.ASCII)
+_KEYWORDS = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
+
 
 def quoted(text: str) -> str:
     """A text in quotation marks of Hydra's syntax, in which backslashes count before a quotation mark alone.
@@ -250,8 +260,8 @@ def in_hydra(value) -> str:
     """A value in Hydra's syntax.
 
     Example:
-        >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
-        "[1,null,true,adam,/x/ok.csv,'a b','null']"
+        >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null", "büro"])
+        "[1,null,true,adam,/x/ok.csv,'a b','null','büro']"
     """
     if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydra, value))}]"
@@ -261,9 +271,7 @@ def in_hydra(value) -> str:
     value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str):
         return repr(value)
-    if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
-        return value
-    return quoted(value)
+    return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quoted(value)
 
 
 def typed(key: str, value) -> str:
@@ -283,25 +291,24 @@ def check_writable(key: str, target: Path, *, several: bool = False) -> None:
         InputError: if the target of a file is a folder, or one of its folders is a file.
         RunError: if the folder cannot be written, or the disk is full.
     """
-    if target.suffix and target.is_dir() and not several:
-        raise InputError(f"{key}={target} is a folder: name a file in it")
-    folder = target if target.is_dir() else target.parent
     try:
+        is_folder = target.is_dir()  # an OSError for a name that is too long
+        if target.suffix and is_folder and not several:
+            raise InputError(f"{key}={target} is a folder: name a file in it")
+        folder = target if is_folder else target.parent
+        if dead := _dead_link(target):
+            raise RunError(f"{key}={target} cannot be written: {dead}")
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
             raise InputError(f"{key}={target}: {folder} is a file, not a folder")
         with tempfile.TemporaryFile(dir=folder):
             pass
-        target.exists()  # an OSError for a name that is too long
-    except NotADirectoryError as error:
-        raise InputError(f"{key}={target}: one of its folders is a file") from error
     except OSError as error:
         raise RunError(f"{key}={target} cannot be written: {os.strerror(error.errno)}") from error
 
 
 _MOST_BYTES, _MOST_VALUES = 16 << 20, 1 << 20  # of an index
-
 HUB = "hf://"
 EXPORTED = "model.safetensors"  # the name of an exported model in a folder
 
@@ -356,7 +363,7 @@ def _fetched(name: str) -> Path:
 
 
 def most_values(text: bytes) -> int:
-    """At least as many values as a JSON text holds, counted before it is read, which takes seconds for millions.
+    """An upper bound on the number of values in a JSON text, without parsing it, which takes seconds for millions.
 
     Example:
         >>> most_values(b'[[], {"a": 1}]')

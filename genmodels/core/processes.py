@@ -21,9 +21,9 @@ from torch import Tensor, distributed, nn
 
 from genmodels.core.errors import InputError, Interrupted, RunError, explain
 
-_PATIENCE = timedelta(days=30)  # the others may wait as long as the first works alone; the end of a process ends it
-_FAREWELL = timedelta(seconds=10)
-_LOOK = 0.2  # seconds between the looks of the launcher at its processes
+_TIMEOUT = timedelta(days=30)  # the others may wait as long as the first works alone; the end of a process ends it
+_GRACE = timedelta(seconds=10)
+_POLL = 0.2  # seconds after which the launcher checks its processes again
 _LAUNCHED = "GENMODELS_LAUNCHED"  # set in processes of `launch`, which reports their end itself
 
 
@@ -129,7 +129,7 @@ class Ranks:
         except Exception as error:
             if explain("", error) is None:
                 traceback.print_exc()
-            result = error if _can_travel(error) else RunError(str(error))
+            result = error if _can_be_pickled(error) else RunError(str(error))
         results: list | None = [None] * self.size if self.rank == 0 else None
         distributed.gather_object(result, results)
         for found in results or []:
@@ -147,7 +147,7 @@ class Ranks:
             self._answer(*received[0])
 
 
-def _can_travel(error: Exception) -> bool:
+def _can_be_pickled(error: Exception) -> bool:
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:
@@ -156,7 +156,7 @@ def _can_travel(error: Exception) -> bool:
 
 @contextmanager
 def ranks() -> Iterator[None]:
-    """Join the processes that torchrun started for this command by gloo; at the end the others stop to `serve`.
+    """Join the processes that torchrun started for this command by gloo; at the end `serve` returns in the others.
 
     If an error ends all of them, only the first to fail prints it. If a process is lost, torchrun ends the others, and
     those that wait for it notice that its connection is closed.
@@ -164,9 +164,9 @@ def ranks() -> Iterator[None]:
     Raises:
         RunError: when another process has ended.
     """
-    store, rank, size = next(distributed.rendezvous("env://", timeout=_PATIENCE))
+    store, rank, size = next(distributed.rendezvous("env://", timeout=_TIMEOUT))
     own = distributed.PrefixStore("genmodels", store)
-    distributed.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=_PATIENCE)
+    distributed.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=_TIMEOUT)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", size))))
     try:
@@ -175,18 +175,18 @@ def ranks() -> Iterator[None]:
             with suppress(Exception):  # the others do not wait if the command had nothing to share
                 distributed.broadcast_object_list([None])
                 # A connection that is closed can lose what was sent last.
-                own.wait([f"left {other}" for other in range(1, size)], _FAREWELL)
+                own.wait([f"left {other}" for other in range(1, size)], _GRACE)
     except (Exception, KeyboardInterrupt, Interrupted) as error:
-        later = False
+        reported = False
         with suppress(Exception):  # the store ends with the process that holds it
-            later = own.add("failed", 1) > 1
+            reported = own.add("failed", 1) > 1
         if rank == 0 and isinstance(error, Exception):
             with suppress(Exception):  # some may have ended
                 distributed.broadcast_object_list([None])
         lost = isinstance(error, RuntimeError) and "onnection" in str(error)
         if lost and _LAUNCHED in os.environ:
-            time.sleep(5 * _LOOK)  # so that the launcher finds the one that was lost, and not this one
-        if later or (_LAUNCHED in os.environ and (lost or isinstance(error, Interrupted))):
+            time.sleep(5 * _POLL)  # so that the launcher finds the one that was lost, and not this one
+        if reported or (_LAUNCHED in os.environ and (lost or isinstance(error, Interrupted))):
             raise SystemExit(getattr(error, "exit_code", 1)) from None
         if lost:
             raise RunError("another process has ended; what was finished is kept: run the same command again") from None
@@ -214,7 +214,7 @@ def launch(function: Callable, processes: int, *arguments) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        run_id=str(os.getpid()), max_restarts=0, monitor_interval=_LOOK, start_method="spawn",
+        run_id=str(os.getpid()), max_restarts=0, monitor_interval=_POLL, start_method="spawn",
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP,
                                                                 signal.SIGQUIT)}

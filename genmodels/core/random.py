@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,8 @@ from genmodels.core.processes import rank_world
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
+_HALF, _LOW = np.uint64(32), np.uint64(_WORD)
+_FEW = 2**14  # counters, beyond which the threads of torch are worth their start
 _SHARED = _WORD  # the index that belongs to no example: draws that a whole batch has in common
 
 
@@ -36,6 +39,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int],
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    if c0.device.type == "cpu" and c0.numel() <= _FEW and not torch.compiler.is_compiling():
+        return _philox_of_few(counter, key, rounds)
     for _ in range(rounds):
         # An int64 product of two 32-bit words wraps, but keeps every bit: shift and mask recover both halves.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -49,6 +54,19 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int],
     return c0, c1, c2, c3
 
 
+def _philox_of_few(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int], rounds: int):
+    """The same words by NumPy, which takes a third of torch's time for an operation on a few numbers."""
+    c0, c1, c2, c3 = (c.numpy().view(np.uint64) for c in counter)
+    even, odd, one_each = np.stack((c0, c2)), np.stack((c1, c3)), (2, *[1] * c0.ndim)
+    factors, keys, weyl = (np.array(pair, np.uint64).reshape(one_each) for pair in (_MULTIPLIERS, key, _WEYL))
+    for _ in range(rounds):
+        product = even * factors
+        even, odd = (product >> _HALF)[::-1] ^ odd ^ keys, (product & _LOW)[::-1]
+        keys = (keys + weyl) & _LOW
+    even, odd = (torch.from_numpy(np.ascontiguousarray(words).view(np.int64)) for words in (even, odd))
+    return even[0], odd[0], even[1], odd[1]
+
+
 def seed_of(*parts) -> int:
     """A 63-bit seed from any plain values; the same on every machine and in every process.
 
@@ -58,6 +76,18 @@ def seed_of(*parts) -> int:
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def reseed(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of a device.
+
+    `torch.manual_seed` does too, but spends milliseconds on devices that are not there: it notes who has called it.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)
+    elif device.type != "cpu":
+        torch.manual_seed(seed)
 
 
 class KeyedGenerator:
@@ -119,7 +149,7 @@ class KeyedGenerator:
         return torch.cat(words, dim=1)
 
     def uniform(self, shape, *, dtype=torch.float32, device=None) -> Tensor:
-        """(B, *event) draws, uniform on the open interval (0, 1): (word + 1/2) / 2^32, kept below 1 in float32."""
+        """(B, *event) draws in (0, 1): (word + 1/2) / 2^32 in float64, (floor(word / 2^9) + 1/2) / 2^23 in float32."""
         count = math.prod(shape[1:])
         self._check(shape)
         words = self._words(self.index, count, device or self.index.device)[:, :count]
@@ -242,7 +272,7 @@ def child(generator: Generator, name: str) -> Generator:
     return generator.child(name) if isinstance(generator, KeyedGenerator) else generator
 
 
-_STEPS = tuple(seed_of("dropout", d) | 1 for d in range(8))  # odd numbers, one for each dimension
+_STRIDES = tuple(seed_of("dropout", d) | 1 for d in range(8))  # odd numbers, one for each dimension
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of SplitMix64, as signed 64-bit integers
 _PER_WORD = 4  # decisions that one 64-bit word gives, with 16 bits each
 
@@ -300,7 +330,7 @@ def _words(key: Tensor, shape: list[int], rank: int, world: int) -> Tensor:
     for d, size in enumerate(sizes):
         place = torch.arange(size, device=key.device)
         place = place * world + rank if d == 0 else place
-        word = word + (place * _STEPS[d]).view(-1, *[1] * (len(sizes) - 1 - d))
+        word = word + (place * _STRIDES[d]).view(-1, *[1] * (len(sizes) - 1 - d))
     word = (word ^ _shifted(word, 30)) * _MIX[0]
     word = (word ^ _shifted(word, 27)) * _MIX[1]
     word = word ^ _shifted(word, 31)

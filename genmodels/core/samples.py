@@ -14,8 +14,8 @@ from torch import Tensor
 from genmodels.core.data import TextCondition
 from genmodels.core.errors import InputError, check_number, check_temperature
 
-#: Options whose range is checked here, with the least value of each; the largest is a million.
-_UNBOUNDED = (("guidance", -1e6), ("churn", 0), ("step_size", 0), ("inverse_temperature", 0), ("speed", 0))
+#: Numeric options with their least values; the largest is a million.
+_LEAST = (("guidance", -1e6), ("churn", 0), ("step_size", 0), ("inverse_temperature", 0), ("speed", 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class SamplingOptions:
                 f"samples are numbered by 64 bits: start + n must be below 2**63, got {self.start} + {self.n}")
         if self.temperature is not None:
             check_temperature(self.temperature)
-        for key, least in _UNBOUNDED:
+        for key, least in _LEAST:
             if getattr(self, key) is not None:
                 check_number(key, getattr(self, key), least)
         interval = self.guidance_interval

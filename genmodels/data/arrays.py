@@ -38,9 +38,9 @@ def read_arrays(path: Path, key: str) -> dict[str, np.ndarray]:
         return reader(path)
     except InputError:
         raise
-    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, csv.Error) as error:
-        found = " ".join(str(error).split()) + ": save it as UTF-8" * isinstance(error, UnicodeError)
-        raise InputError(f"{where} cannot be read: {found}") from None
+    except Exception as error:  # the readers of damaged files raise errors of many classes
+        reason = " ".join(str(error).split()) + ": save it as UTF-8" * isinstance(error, UnicodeError)
+        raise InputError(f"{where} cannot be read: {reason or type(error).__name__}") from None
 
 
 def _read_npy(path: Path) -> dict[str, MappedArray]:
@@ -77,12 +77,13 @@ def columns_of(path: Path) -> tuple[str, ...]:
     if path.suffix.lower() not in TABLES:
         return ()
     with open(path, encoding="utf-8-sig") as file:
-        return tuple(_heading(next(line for line in file if line.strip()))[0])
+        return tuple(_heading(next(line for line in file if line.strip()), path)[0])
 
 
-def _heading(line: str) -> tuple[list[str], str | None]:
+def _heading(line: str, path: Path) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
-    delimiter = next((mark for mark in (",", ";", "\t", "|") if mark in line), None)
+    marks = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+    delimiter = next((mark for mark in marks if mark in line), None)
     cells = _cells(line.removeprefix("#"), delimiter)  # np.savetxt writes a # before the names
     count = [str(number) for number in range(len(cells))]
     # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
@@ -105,7 +106,7 @@ def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
     if not lines:
         raise InputError(f"{where} is empty")
     first = next(iter(lines))
-    heading, delimiter = _heading(lines[first])
+    heading, delimiter = _heading(lines[first], path)
     if lines[first].strip() == "0":
         print(f"{path}: the 0 in line {first} is an item; if it is a heading (pandas writes one), remove it")
     if heading:

@@ -20,7 +20,7 @@ SPLITS = ("train", "val", "test")
 
 _EXAMINED = 20_000  # items that are checked for constant columns and copies
 _CONSTANT = "is constant"
-_FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
+_OUTLIER = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
 
 
 def items_of(split: str) -> str:
@@ -199,7 +199,7 @@ class DataModule(OfLightning):
 
         parts = list(self.loader(split, 4096, indices))
         if not parts:
-            raise InputError(f"indices: no item of the {split} split is asked for")
+            raise InputError(f"indices is empty: give at least one item of the {split} split")
         return Batch(*(joined([getattr(part, one.name) for part in parts]) for one in fields(Batch)))
 
     def problems(self) -> list[str]:
@@ -247,13 +247,13 @@ class DataModule(OfLightning):
         found, data = [], self.split("train")
         rows = spread_rows(len(data), min(len(data), getattr(data, "most_at_once", len(data))))
         x = data.__getitems__(rows).x.double()
-        for k, column in enumerate(x.T, 1):
+        for k, column in enumerate(x.T):
             ordered = column.sort().values
             low, middle, high = (float(ordered[int(share * (len(ordered) - 1))]) for share in (0.25, 0.5, 0.75))
             far = (column - middle).abs()
             item = int(far.argmax())
-            if high > low and float(far[item]) > _FAR * (high - low):
-                found.append(f"{self.spec.name}: column {k} of training item {int(rows[item])} is "
+            if high > low and float(far[item]) > _OUTLIER * (high - low):
+                found.append(f"{self.spec.name}: column {self.spec.column(k)} of training item {int(rows[item])} is "
                              f"{float(column[item]):.3g}, but half of the column is between {low:.3g} and {high:.3g}: "
                              "drop it if it is a mistake")
         return found

@@ -114,7 +114,7 @@ def ljspeech(root: Path) -> list[Clip]:
     found = []
     for number, fields in _rows(root / "metadata.csv"):
         where = f"{fields[0].strip() or 'no name'} (metadata.csv, line {number})"
-        problem = _wrong(fields, (2, 3), "id|text or id|text|text in words")
+        problem = _row_problem(fields, (2, 3), "id|text or id|text|text in words")
         if problem is not None:
             found.append(Clip(root / "metadata.csv", where, problem=problem))
             continue
@@ -130,7 +130,7 @@ def manifest(root: Path) -> list[Clip]:
     form = "path|text (as in most lines)" if usual and usual[0][0] == 2 else "path|text|speaker (as in most lines)"
     for number, fields in rows:
         where = f"{fields[0].strip() or 'no name'} ({root.name}, line {number})"
-        problem = _wrong(fields, (usual[0][0],) if usual else (), form)
+        problem = _row_problem(fields, (usual[0][0],) if usual else (), form)
         speaker = fields[2].strip() if len(fields) == 3 else None
         found.append(Clip(root, where, problem=problem) if problem is not None else
                      Clip(root.parent / fields[0], where, fields[1], speaker))
@@ -202,7 +202,7 @@ def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise InputError(f"{path} does not exist: give the folder or file that this layout reads")
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        return path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` also cuts at U+2028 within a text
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
 
@@ -214,7 +214,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield number, line.split("|")
 
 
-def _wrong(fields: list[str], numbers: tuple[int, ...], form: str) -> str | None:
+def _row_problem(fields: list[str], numbers: tuple[int, ...], form: str) -> str | None:
     """What is wrong with a row that should have one of these numbers of fields and a name, or None."""
     if len(fields) in numbers and fields[0].strip():
         return None
@@ -225,9 +225,11 @@ def _wrong(fields: list[str], numbers: tuple[int, ...], form: str) -> str | None
 
 #: Increased when the content of a cached file, or its computation, changes.
 FORMAT = 1
-_FULL = 0.999  # share of full scale from which a sample counts as clipped
-_QUIET = 1e-10  # smallest mean square, so that the level of silence is a number
+_CLIPPED = 0.999  # share of full scale from which a sample counts as clipped
+_LEAST_POWER = 1e-10  # smallest mean square, so that the level of silence is a number
 _G722_RATE = 16000
+#: What a cached file holds besides the mel.
+_PROPERTIES = {"rate": int, "samples": int, "frames": int, "level": float, "clipped": float}
 #: Exceptions from reading a damaged cached file.
 _DAMAGED = (OSError, ValueError, KeyError, EOFError, TypeError, RecursionError, zipfile.BadZipFile, zlib.error)
 
@@ -321,21 +323,21 @@ class MelFiles:
         if place.is_file():
             try:
                 with np.load(place) as kept:
-                    return Recording(digest, place, *(kind(kept[name]) for name, kind in _FACTS.items()))
+                    return Recording(digest, place, *(kind(kept[name]) for name, kind in _PROPERTIES.items()))
             except _DAMAGED:
                 place.unlink(missing_ok=True)  # for example truncated by a full disk
         wave, rate = read_sound(path)
-        facts = {"rate": rate, "samples": len(wave), "frames": 0,
-                 "level": 10 * math.log10(max(float(wave.double().square().mean()), _QUIET)),
-                 "clipped": float((wave.abs() >= _FULL).double().mean())}
+        properties = {"rate": rate, "samples": len(wave), "frames": 0,
+                      "level": 10 * math.log10(max(float(wave.double().square().mean()), _LEAST_POWER)),
+                      "clipped": float((wave.abs() >= _CLIPPED).double().mean())}
         sound = resample(wave, rate, self.config.sample_rate)
         if len(sound) >= self.config.shortest:
             mel = log_mel(sound, self.config).numpy()
         else:
             mel = np.zeros((self.config.n_mels, 0), np.float32)
-        facts["frames"] = mel.shape[1]
-        write_whole(place, lambda file: np.savez(file, mel=mel, **facts))
-        return Recording(digest, place, **facts)
+        properties["frames"] = mel.shape[1]
+        write_whole(place, lambda file: np.savez(file, mel=mel, **properties))
+        return Recording(digest, place, **properties)
 
     def statistics(self, recordings: list[Recording], per: str) -> dict:
         """Mean and standard deviation of all cells of these mels, in float64, or (`per=band`) of each band.
@@ -390,6 +392,3 @@ def read_sound(path: Path) -> tuple[Tensor, int]:
     if len(samples) == 0:
         raise AudioError(f"{path}: there is no sound in it")
     return torch.from_numpy(samples / 2.0**15), _G722_RATE
-
-
-_FACTS = {"rate": int, "samples": int, "frames": int, "level": float, "clipped": float}

@@ -258,10 +258,11 @@ class ImageFolder(DataModule):
         self.root, self.size, self.channels = Path(data_root(root)), size, channels
         self.fractions = split_fractions(val_fraction, test_fraction)
         self.skip_bad, self.cache, self.flip = skip_bad, cache, flip
+        self._examined: tuple[list[str], Tensor | None, dict[str, str]] | None = None
 
     def load(self):
         """Find all images and those that cannot be used, then split the rest."""
-        files, images, bad = self._examine()
+        files, images, bad = self._examined or self._examine()
         if bad and not self.skip_bad:
             raise InputError(
                 f"{len(bad)} of {len(files)} images in {self.root} cannot be used: {listed(bad)}; "
@@ -291,10 +292,13 @@ class ImageFolder(DataModule):
     def problems(self) -> list[str]:
         """One line for each image that stops training; without any, the problems that the base class finds."""
         try:
-            bad = {} if self.skip_bad else self._examine()[2]
+            self._examined = self._examine()  # kept for `load`, which need not decode the images again
+            bad = {} if self.skip_bad else self._examined[2]
+            return [f"{self.root / name}: {reason}" for name, reason in bad.items()] or super().problems()
         except InputError as error:
             return [str(error)]
-        return [f"{self.root / name}: {reason}" for name, reason in bad.items()] or super().problems()
+        finally:
+            self._examined = None
 
     def _examine(self) -> tuple[list[str], Tensor | None, dict[str, str]]:
         """All files, the usable images if they are held in memory, and the unusable files with the reason."""

@@ -69,28 +69,20 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
     Returns the record that was written.
     """
     if module.spec.source is not None:
-        source = module.spec.source["name"]
-        raise InputError(f"{module.spec.name}: its items get those of {source} anew in every epoch, which shards do "
-                         "not hold; write shards of sets that stand for themselves")
+        raise InputError(f"{module.spec.name} pairs its items anew with those of {module.spec.source['name']} in every "
+                         "epoch, which shards cannot hold: write shards of one of the two sets")
     spec, sizes = module.spec, {split: len(module.split(split)) for split in SPLITS}
     record = {"genmodels": __version__, "spec": spec.to_dict(), "source": source, "items": sizes, "per_shard": items}
     record = json.loads(json.dumps(record))
     place = out / RECORD
-    with _alone(out):
+    with _locked(out):
         there = {path.name for path in out.glob("*.tar")}
         before = read_record(Storage(str(out)), complete=False)
         if before is None and (there or place.is_file()):
             raise InputError(f"out={out} holds shards without a record of genmodels: choose another folder")
         if before is None or (before.get("shards") is None and not there):  # nothing of a killed one is kept
             before = record
-        then, now = recorded(before), recorded(record)
-        same = {key: before.get(key) == record[key] for key in record if key != "genmodels"} | {"spec": then == now}
-        if different := [key for key, equal in same.items() if not equal]:
-            raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
-                             "folder, or remove it")
-        if not now.fingerprint.startswith(then.fingerprint):
-            raise InputError(f"{now.name} has changed since the shards in out={out} were written ({now.fingerprint}; "
-                             f"then {then.fingerprint}): choose another folder, or remove it")
+        _check_same(out, before, record)
         record["spec"] = before["spec"]  # shards of an earlier version stay with the shorter fingerprint of their items
         if before.get("shards") is None:
             write_whole(place, lambda file: json.dump(record | {"shards": None}, file), mode="w")
@@ -117,6 +109,18 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
     return record
 
 
+def _check_same(out: Path, before: dict, record: dict) -> None:
+    """Raise InputError if a folder's record is of other data, or of other items of the same data."""
+    then, now = recorded(before), recorded(record)
+    same = {key: before.get(key) == record[key] for key in record if key != "genmodels"} | {"spec": then == now}
+    if different := [key for key, equal in same.items() if not equal]:
+        raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
+                         "folder, or remove it")
+    if not now.fingerprint.startswith(then.fingerprint):
+        raise InputError(f"{now.name} has changed since the shards in out={out} were written ({now.fingerprint}; then "
+                         f"{then.fingerprint}): choose another folder, or remove it")
+
+
 def _write_split(module: DataModule, split: str, out: Path, items: int, bar: tqdm) -> None:
     every = torch.arange(len(module.split(split))).split(items)
     paths = [out / f"{split}-{number:06d}.tar" for number in range(len(every))]
@@ -140,8 +144,8 @@ def _items(module: DataModule, split: str, rows: Tensor, bar: tqdm) -> Iterator[
 
 
 @contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Lets only one process write into a folder, and removes unfinished files of a killed one."""
+def _locked(out: Path) -> Iterator[None]:
+    """Let only one process write into a folder, and remove unfinished files of a killed one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open_lock(out / ".lock")

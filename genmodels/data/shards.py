@@ -220,7 +220,8 @@ class Shards(DataModule):
                 raise InputError(f"data.{key} must be at least {least}, got {value}")
         check_choice("channels", channels, (1, 3, None))
         check_choice("layout", layout, ("auto", "nchw", "nhwc"))
-        self.root, self.storage_options, self.field, self.label = data_root(root), storage, field, label.lower()
+        self.root, self.storage_options = data_root(root), storage
+        self.field, self.label = None if field is None else field.lower(), label.lower()
         self.size, self.channels, self.layout, self.levels = size, channels, layout, levels
         self.fractions = split_fractions(val_fraction, test_fraction)
         self.skip_bad, self.flip, self.max_frames = skip_bad, flip, max_frames

@@ -284,11 +284,15 @@ class Speech(DataModule):
             return list(self.speakers)
         return sorted({clip.speaker for clip in clips if clip.speaker is not None and clip.label is None})
 
+    @property
+    def _source(self) -> str:
+        return "the embedded clips" if self.root is None else str(self.root)
+
     def _unusable(self, errors: list[Finding], how: str = "") -> InputError:
         listed = "; ".join(map(str, errors[:_NAMED]))
         more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
         partial = ", data.allow_partial=true those without a file" * any(e.reason == MISSING for e in errors)
-        return InputError(f"{amount_of(errors)} of {self.root or 'the embedded clips'} cannot be used{how}: "
+        return InputError(f"{amount_of(errors)} of {self._source} cannot be used{how}: "
                           f"{listed}{more}. `genmodels doctor data=...` lists all, data.skip_bad=true leaves them out"
                           f"{partial}")
 
@@ -299,7 +303,7 @@ class Speech(DataModule):
         if errors and not (self.skip_bad and items):
             raise self._unusable(errors)
         if errors:
-            warnings.warn(f"left out {amount_of(errors)} of {self.root}, such as {errors[0]}", stacklevel=2)
+            warnings.warn(f"left out {amount_of(errors)} of {self._source}, such as {errors[0]}", stacklevel=2)
         rows = _split(items, self.fractions, self.seed)
         longest = int(max(-(-item.recording.frames // self.multiple) for item in items)) * self.multiple
         length = longest if self._classes else None
@@ -308,8 +312,8 @@ class Speech(DataModule):
         }
         recordings = [items[k].recording for k in rows["train"]]
         statistics = MelFiles(self.mel).statistics(recordings, self.statistics) if recordings else {}
-        usual = sorted(recording.frames for recording in recordings)[len(recordings) // 2] if recordings else 1
-        statistics |= {"frames": -(-usual // self.multiple) * self.multiple, "multiple": self.multiple}
+        median = sorted(recording.frames for recording in recordings)[len(recordings) // 2] if recordings else 1
+        statistics |= {"frames": -(-median // self.multiple) * self.multiple, "multiple": self.multiple}
         name = self.name if self.root is None else self.root.resolve().stem
         content = json.dumps({name: [[items[k].name, items[k].recording.digest, items[k].text] for k in rows[name]]
                               for name in SPLITS})  # fmt: skip

@@ -23,7 +23,7 @@ _MEMORY = 512 * 2**20  # bytes of mels up to which a split is held in memory
 #: Batches are padded to a multiple of so many frames and tokens, because convolutions on the CPU are prepared for every
 #: new length: with few lengths a step of Glow-TTS took 0.7 s instead of 2.3 s.
 _FRAMES, _TOKENS = 64, 16
-_SPREAD = 0.1  # relative width of the random perturbation of lengths before sorting
+_PERTURBATION = 0.1  # relative width of the random perturbation of lengths before sorting
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _condition(items: list[Utterance]) -> TextCondition | Tensor | None:
 
 
 def _width(longest: int) -> int:
-    """The frames of a batch with such a longest item."""
+    """The padded length of a batch, from that of its longest item."""
     return -(-longest // _FRAMES) * _FRAMES
 
 
@@ -105,7 +105,7 @@ def default_multiple(layout: str | None) -> int:
 
 
 def multiple_of(data: dict) -> int | None:
-    """The number of which all lengths are multiples, by the configuration of data; None for classes of others.
+    """The number of which all lengths are multiples, from the configuration of data; None for a user's own class.
 
     Example:
         >>> multiple_of({"_target_": "genmodels.data.speech.Speech"}), multiple_of({"_target_": "mine.Data"})
@@ -207,9 +207,9 @@ class BucketedBatchSampler(ResumableBatchSampler):
     ):
         super().__init__(len(frames), batch_size, order_seed, processes)
         self.frames, self.max_frames, self.width = frames.double(), max_frames, width
-        if max_frames is not None and (most := self._width(int(frames.max()))) > max_frames:
-            raise InputError(f"data.max_frames={max_frames} is less than the {most} frames of a batch of the longest "
-                             "item: raise it, or leave long items out by data.max_seconds")
+        if max_frames is not None and (longest := self._width(int(frames.max()))) > max_frames:
+            raise InputError(f"data.max_frames={max_frames} is less than the {longest} frames of a batch of the "
+                             "longest item: raise it, or leave long items out by data.max_seconds")
         self.cuts = self._cuts()
 
     def _width(self, longest: int) -> int:
@@ -235,12 +235,12 @@ class BucketedBatchSampler(ResumableBatchSampler):
         """The positions of every batch of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.order_seed, "order", epoch))
         ties = torch.randperm(self.size, generator=generator)
-        shaken = self.frames
+        perturbed = self.frames
         if self.max_frames is None:
-            shaken = shaken * (1 + _SPREAD * (torch.rand(self.size, generator=generator) - 0.5))
-        order = ties[shaken[ties].argsort(stable=True)]
-        made = order.split(self.cuts)
-        return [made[k] for k in torch.randperm(len(made), generator=generator).tolist()]
+            perturbed = perturbed * (1 + _PERTURBATION * (torch.rand(self.size, generator=generator) - 0.5))
+        order = ties[perturbed[ties].argsort(stable=True)]
+        batches = order.split(self.cuts)
+        return [batches[k] for k in torch.randperm(len(batches), generator=generator).tolist()]
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         epoch, first = self.begin()

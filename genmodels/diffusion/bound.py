@@ -86,7 +86,7 @@ def bound_terms(
 ) -> Tensor:
     """(B,) term k (B,) of each example, at its x = x_{t_k}: the KL term, or the reconstruction for k = 0.
 
-    log_snr (K+1,) is that of the grid, nu as the network gives it.
+    log_snr (K+1,) is the log-SNR of the grid, nu as the network gives it.
     """
     terms = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
     for rows in (k == 0, k > 0):
@@ -105,7 +105,7 @@ def bound_terms(
 def decoder_input(
     decoder: Decoder, x: Tensor, x0_hat: Tensor, log_snr: Tensor, variance: Variance
 ) -> tuple[Tensor, Tensor]:
-    """Mean and scale of a decoder: x0_hat and the last kernel's, or x/alpha and sigma/alpha where it `reads_noisy`."""
+    """Mean and scale for a decoder: x/alpha and sigma/alpha if it `reads_noisy`, else x0_hat and the last kernel's."""
     if getattr(decoder, "reads_noisy", False):
         alpha, _ = alpha_sigma(log_snr.to(x.device))
         return x.double() / expand(alpha, x), expand(torch.exp(-0.5 * log_snr.to(x.device)), x)
@@ -144,9 +144,9 @@ class ElboTerms:
     """The negative ELBO of each example in nats: -log p(x_0) <= total = prior + diffusion.sum(1) + reconstruction.
 
     Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
-    or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, None when all terms were
-    computed: that of the choice of terms, of which a replicate that draws the same has the same noise. It is too small
-    where strata hold few terms, and without the noise of the reconstruction.
+    or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, the standard error over the
+    replicates, None when all terms were computed. Replicates that draw the same term share its noise, so it is too
+    small where strata hold few terms; the noise of the reconstruction is not in it.
     """
 
     prior: Tensor
@@ -232,7 +232,7 @@ def elbo(
     else:
         raise InputError(f"mode = {mode!r}: choose all or stratified")
 
-    # Column 0 is the reconstruction, column k the k-th KL term; `wanted` are those that some round needs.
+    # Column 0 is the reconstruction, column k the k-th KL term; `wanted` marks the terms that some round needs.
     wanted = torch.zeros(len(x0), num_terms + 1, dtype=torch.bool)
     wanted.scatter_(1, chosen.flatten(1) + 1, True)
     wanted[:, 0] = True

@@ -132,7 +132,7 @@ class LevelSoftmax:
         near = to_unit(to_levels(mean.detach(), self.levels), self.levels, dtype=torch.float64)
 
         def log_weight(k: Tensor | int) -> Tensor:
-            # Squared distances less that of the nearest level: their difference keeps its digits.
+            # Squared distances minus the squared distance of the nearest level, in a form that keeps its digits.
             centre = 2 * k / (self.levels - 1) - 1
             return -0.5 * (centre - near) * (centre + near - 2 * mean) / scale.square()
 
@@ -151,7 +151,7 @@ class Gaussian:
     """N(x; mean, scale^2), for continuous data: the ELBO becomes a bound on a density (`levels` is None).
 
     Arguments:
-        scale: a fixed standard deviation in place of that of the last kernel.
+        scale: a fixed standard deviation in place of the last kernel's.
 
     Example:
         >>> Gaussian().log_prob(torch.zeros(1), torch.zeros(1), torch.ones(1))

@@ -36,9 +36,9 @@ class AtAnyTime(nn.Module):
 
 
 class OnPath(AtAnyTime):
-    """A denoiser on another path: it sees the noisy x of the same log-SNR, of which a path's own x_t is a multiple.
+    """A denoiser on another path, where it sees the noisy x of the same log-SNR: x_t of the path, rescaled.
 
-    A model that was trained on one path can so be sampled along any other, on the same probability-flow trajectories.
+    So a model that was trained on one path can be sampled along any other, on the same probability-flow trajectories.
 
     Arguments:
         denoiser: learned or exact.
@@ -60,7 +60,7 @@ class OnPath(AtAnyTime):
 
     @property
     def noisiest(self) -> float:
-        """The log-SNR at which it is asked where there is more noise than the network was trained with."""
+        """The lowest log-SNR the network was trained at; it treats noisier x as if at this one."""
         return self.denoiser.schedule.end_points[1]
 
     def at_log_snr(

@@ -95,7 +95,7 @@ class Consistency(Simple):
             else:
                 x_s = self.led(x_t, log_snr_t, log_snr_s, cond, mask)
             goal = denoiser.at_log_snr(x_s, log_snr_s, cond, mask).x0
-        torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
+        torch.clear_autocast_cache()  # the next call must not reuse weights cast without a gradient
         found = predict(denoiser, x_t, log_snr_t, cond, mask, generator).x0
         squared, size = event_sum((found - goal).double().square(), mask), event_size(x0, mask)
         c = self.huber * size.sqrt()
@@ -155,8 +155,8 @@ class ProgressiveDistillation(Simple):
 
     Arguments:
         teacher: a denoiser on any path.
-        steps: N, the steps of the student.
-        teacher_steps: those of the teacher within one step of the student.
+        steps: N, the number of steps of the student.
+        teacher_steps: steps of the teacher within one step of the student.
         weighting, time_sampler: see `Simple`.
 
     Errors: fewer than one step; `check` refuses a weighting that is 0 at the end of the path.
@@ -197,14 +197,14 @@ class ProgressiveDistillation(Simple):
         x_t = q_sample(x0, log_snr, self.noise(x0, cond, generator))
         with torch.no_grad():
             x, eps = self.target(denoiser.schedule, x_t, t, cond, mask)
-        torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
+        torch.clear_autocast_cache()  # the next call must not reuse weights cast without a gradient
         prediction = predict(denoiser, x_t, log_snr, cond, mask, generator)
         mse, weighted = self.errors(denoiser, prediction, x, eps, t, log_snr, mask)
         per_example = weight.to(mse.dtype) * weighted
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighted.detach())
 
     def target(self, path, x_t: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x_0, eps) with x_t = alpha x_0 + sigma eps whose DDIM step of 1/N ends where those of the teacher do."""
+        """(x_0, eps) with x_t = alpha x_0 + sigma eps whose DDIM step of 1/N ends where the teacher's steps end."""
         x, total = x_t, self.steps * self.teacher_steps
         for k in range(self.teacher_steps):
             found = ask(self.teacher, x, path.log_snr(t - k / total), cond, mask)
@@ -276,7 +276,7 @@ class FlowMapMatching(FlowMatching):
         with torch.no_grad():  # at least one row: sharded weights are gathered from every process
             found = self.target(denoiser, x_t[rows], t[rows], s[rows], velocity[rows], *given)
         denoiser.train(training)
-        torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
+        torch.clear_autocast_cache()  # the next call must not reuse weights cast without a gradient
         found = torch.where(expand(steps[rows], found).bool(), found, velocity[rows])
         target = velocity.index_copy(0, rows, found.to(velocity))
         mse = event_mean((target - denoiser.mean_velocity(x_t, t, s, cond, mask)).square(), mask)
@@ -346,7 +346,7 @@ class MeanFlow(FlowMapMatching):
     Arguments:
         coupling: see `FlowMatching`.
         share: probability that a row has s < t.
-        mean, std: of the logits of the two times of such a row, of which t is the later; of the one of other rows.
+        mean, std: of the logits of the times: two in rows with s < t, the later of which is t, and one in others.
         power: p, 0 for the mean squared error itself; above 0 large errors count less.
         c: least divisor, to the power of p.
 

@@ -73,10 +73,11 @@ class Coupling:
     seconds for some thousands; `sinkhorn` is O(B^2) on the device.
 
     Arguments:
-        name: one of the three.
-        whole: maps the rows of this process to those of the global batch, and the slice of these that are its own.
+        name: `independent`, `ot` or `sinkhorn`.
+        whole: from the rows of this process to the rows of the global batch, and the slice of its own among them.
         blur: entropic regularisation of `sinkhorn`, in units of the mean squared distance.
 
+    Errors: an unknown name; a blur that is not positive.
     Source: Tong et al., "Improving and generalizing flow-based generative models with minibatch optimal transport",
     2024, section 3.2.
 
@@ -91,6 +92,8 @@ class Coupling:
         whole: Callable[[Tensor], tuple[Tensor, slice]] = lambda rows: (rows, slice(None)),
     ):
         one_of("coupling", name, ("independent", "ot", "sinkhorn"))
+        if not blur > 0:
+            raise InputError(f"blur = {blur}: give a positive number")
         self.name, self.blur, self.whole = name, blur, whole
 
     @torch.no_grad()
@@ -144,8 +147,8 @@ def _no_score() -> Tensor:
 class FlowMatching(Simple):
     """E w(t) |u - v(x_t, t)|^2 per scalar, u = alpha' x_0 + sigma' eps, over pairs of data and noise of a coupling.
 
-    The parameterisation of the denoiser is that of `velocity_of`, so on paths that preserve the variance it is the
-    error of v = u/D. w is the density of the time sampler.
+    The denoiser has the parameterisation `velocity_of(path)`, so on paths that preserve the variance this is the error
+    of v = u/D. w is the density of the time sampler.
 
     Arguments:
         coupling: how data and noise are paired, a `Coupling` or a function like one.

@@ -68,8 +68,8 @@ class GuidedDenoiser(AlteredDenoiser):
         denoiser: trained with its condition dropped at random.
         scale: w.
         null: the null condition, which broadcasts to a condition of the batch: the number of classes, for labels.
-        rescale: in [0, 1], how far the standard deviation of the estimate of x_0 is moved back to that of the
-            conditional one, for each example (Lin et al. 2023, section 3.4).
+        rescale: in [0, 1], how far the standard deviation of each estimate of x_0 is moved back to that of the
+            conditional estimate (Lin et al. 2023, section 3.4).
         interval: lowest and highest log-SNR where w applies; elsewhere it is 1 (Kynkaanniemi et al. 2024).
 
     Errors: a denoiser changed before, a rescale outside [0, 1], an empty interval, a call without condition where w is
@@ -161,6 +161,8 @@ def dynamic(x0: Tensor, mask: Tensor | None = None, *, percentile: float = 0.995
         tensor([[-1.0000,  0.5000],
                 [ 0.5000, -0.5000]])
     """
+    if not len(x0):
+        return x0  # torch has no quantile of nothing
     if mask is None:
         s = torch.quantile(x0.flatten(1).abs(), percentile, dim=1)
     else:

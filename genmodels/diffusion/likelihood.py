@@ -100,19 +100,18 @@ class Elbo:
         Arguments:
             times: the result of `times`.
             generator: keyed over the items of x0.
-            bound: that of the T steps (`discrete`), or of infinitely many (`continuous`), always estimated.
+            bound: the ELBO of the T steps (`discrete`), or of infinitely many (`continuous`), always estimated.
             draws: number of strata of 1..K (or of the log-SNRs), one term drawn from each; None for all K terms, or K
                 strata.
             replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
             rows: most rows in one call of the network; by default as many as suit the device.
 
-        Errors: another bound, or more draws than terms.
+        Errors: another bound, draws or rows below 1, or more draws than terms.
         """
         one_of("bound", bound, ("discrete", "continuous"))
-        if draws is not None:
-            at_least(1, draws=draws)
-            if bound == "discrete" and draws >= self.num_steps:
-                raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the ELBO, got {draws}")
+        at_least(1, **{name: value for name, value in (("draws", draws), ("rows", rows)) if value is not None})
+        if draws is not None and bound == "discrete" and draws >= self.num_steps:
+            raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the ELBO, got {draws}")
         times = times.to(x0.device)
         edges = denoiser.schedule.log_snr(times).detach()
         given = {"cond": cond, "mask": mask, "chunk": rows}
@@ -144,10 +143,9 @@ def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
     return Profile(edges.clamp(-end, end), nats, len(diffusion))
 
 
-#: One item of this many is also solved more coarsely.
-_CHECKED = 8
-#: (x, cond, mask, noise) to the start of the trajectories, (B, *event) float64, and the log (B,) of the change of
-#: volume up to there.
+_COARSE_EVERY = 8  # every eighth item is also solved more coarsely
+#: (x, cond, mask, noise) to the start of the trajectories, (B, *event) float64, and the log-determinant (B,) of this
+#: map.
 Start = Callable[[Tensor, Tensor | None, Tensor | None, KeyedGenerator], tuple[Tensor, Tensor]]
 
 
@@ -207,7 +205,7 @@ class OdeLikelihood:
         """The density of the ODE at the cleanest noise level, by these settings.
 
         Raises:
-            InputError: for one that it does not take.
+            InputError: for an invalid setting.
         """
         return OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver, tolerance=self.tolerance,
                           steps=self.steps, variable=self.variable, rows=self.rows)
@@ -240,7 +238,7 @@ class OdeLikelihood:
         noise = KeyedGenerator(seed, item, "ode", torch.arange(draws, device=index.device).repeat(len(batch)))
         with torch.no_grad():
             first, volume = start(x, cond, mask, noise)
-            found = _follow(density, denoiser, first, log_snr, cond, mask, noise)
+            found = _ode_log_prob(density, denoiser, first, log_snr, cond, mask, noise)
             change = _solver_change(density, denoiser, first, log_snr, cond, mask, noise, found)
         log_weights = found.log_prob + volume[:, None]
         if draws > 1:
@@ -263,7 +261,7 @@ class OdeLikelihood:
         self, denoiser, x0: Tensor, log_snr: float, noise: KeyedGenerator, decoder: Decoder, *,
         cond: Tensor | None = None, mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The start of trajectories of data in the network's units, and the log (B,) of the change of volume.
+        """The start of trajectories of data in the network's units, and the log-determinant (B,) of the map to it.
 
             continuous data           alpha_0 x,   D log alpha_0
             integers, `uniform`       alpha_0 y,   D log (alpha_0 width),    y = x + width (u - 1/2)
@@ -295,22 +293,23 @@ class OdeLikelihood:
 def _solver_change(
     density: OdeDensity, denoiser, start: Tensor, log_snr: float, cond, mask, noise: KeyedGenerator, found: OdeLogProb
 ) -> Tensor:
-    """(rows,) by how much log p_0 differs when solved more coarsely: of every eighth item, NaN for the others."""
+    """(rows,) how much log p_0 changes when solved more coarsely, for every eighth item; NaN for the others."""
     change = torch.full_like(found.log_prob[:, 0], math.nan)
-    chosen = ((noise.index % _CHECKED == 0) & (noise.step == 0)).nonzero().flatten()
+    chosen = ((noise.index % _COARSE_EVERY == 0) & (noise.step == 0)).nonzero().flatten()
     if len(chosen):
         cond, mask = (None if value is None else value[chosen] for value in (cond, mask))
         try:
-            coarse = _follow(density.coarser(), denoiser, start[chosen], log_snr, cond, mask, noise.rows(chosen))
+            coarse = _ode_log_prob(density.coarser(), denoiser, start[chosen], log_snr, cond, mask, noise.rows(chosen))
             change[chosen] = (found.log_prob[chosen] - coarse.log_prob).mean(1)
         except RunError:  # the coarser solver fails
             change[chosen] = math.inf
     return change
 
 
-def _follow(
+def _ode_log_prob(
     density: OdeDensity, denoiser, start: Tensor, log_snr: float, cond, mask, noise: KeyedGenerator
 ) -> OdeLogProb:
+    """The density, with a RunError that names the item where the solver fails."""
     try:
         return density(denoiser, start, log_snr, cond=cond, mask=mask, generator=noise)
     except SolverError as error:

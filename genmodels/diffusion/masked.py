@@ -98,7 +98,7 @@ def masked_bound(
     return values.view(n, replicates, draws).mean(2)
 
 
-_EQUAL = 1e-3  # difference of log-probabilities up to which `confident` makes none
+_TIE = 1e-3  # log-probabilities closer than this count as equal
 
 
 @torch.no_grad()
@@ -133,12 +133,12 @@ def unmask(
         values, chances = (uniform(x.shape, noise, device=x.device) for _ in range(2))
         drawn = draw_tokens(log_p, values, temperature)
         if confident:
-            # What is equal but for rounding, which depends on the batch, has an order that is drawn.
-            sure = (log_p.gather(-1, drawn[..., None])[..., 0].double() / _EQUAL).round() + chances
-            sure = sure.masked_fill(~hidden, math.inf).flatten(1)
-            place = sure.argsort(dim=1, stable=True).argsort(dim=1).view_as(x)  # 0 for the least sure
-            left = ((1 - then) * count).round().view(-1, *(1,) * (x.dim() - 1))
-            shown = hidden & (place >= left)
+            # Ties are broken at random: rounding, which depends on the batch, must not decide.
+            confidence = (log_p.gather(-1, drawn[..., None])[..., 0].double() / _TIE).round() + chances
+            confidence = confidence.masked_fill(~hidden, math.inf).flatten(1)
+            rank = confidence.argsort(dim=1, stable=True).argsort(dim=1).view_as(x)  # 0 for the least confident
+            still_masked = ((1 - then) * count).round().view(-1, *(1,) * (x.dim() - 1))
+            shown = hidden & (rank >= still_masked)
         else:
             shown = hidden & (chances < (then - now) / (1 - now))
         x = torch.where(shown, drawn, x)

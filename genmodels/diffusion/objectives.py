@@ -133,7 +133,7 @@ def predict(
         return denoiser.at_log_snr(x, log_snr, cond, mask)
     with torch.no_grad():
         estimate = denoiser.at_log_snr(x, log_snr, cond, mask).x0
-    torch.clear_autocast_cache()  # the weights cast without a gradient are not for the second call
+    torch.clear_autocast_cache()  # the second call must not reuse weights cast without a gradient
     shown = uniform((len(x) // copies, copies), generator, device=x.device).T.reshape(-1, *[1] * (x.dim() - 1)) < 0.5
     estimate = torch.where(shown, estimate, 0)
     return denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
@@ -143,7 +143,7 @@ def predict_with_first(
     denoiser, x0: Tensor, log_snr: Tensor, first: Tensor, cond: Tensor | None, mask: Tensor | None,
     generator: Generator,
 ) -> tuple[Tensor, Tensor, Prediction]:
-    """One doubled call, at the log-SNRs (B,) and at that of t_0 (1,) with other noise.
+    """One doubled call, at the log-SNRs (B,) and, with other noise, at the log-SNR of t_0 (1,).
 
     The noise (B, *event) of the first half, the noisy x (B, *event) of the second, and the prediction (2B, *event).
     """
@@ -334,8 +334,8 @@ class Continuous(Objective):
     """L_infinity: an unbiased estimate of the negative ELBO in continuous time: prior, diffusion at one t, decoder.
 
     A learned schedule is trained with it, to lower the variance of the estimate: its parameters get the gradient of the
-    mean of squared diffusion terms in bits/dim, everything else that of the mean (Kingma et al. 2021, appendix I.2).
-    Both come from one backward pass.
+    mean of squared diffusion terms in bits/dim, everything else the gradient of the mean (Kingma et al. 2021, appendix
+    I.2). Both come from one backward pass.
 
     Arguments:
         decoder: p(x_0 | x_{t_0}).

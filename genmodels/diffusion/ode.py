@@ -107,9 +107,9 @@ class OdeDensity:
     """The model's density of x at one noise level, by the probability-flow ODE from there to pure noise.
 
     The state is float64 and the network runs in its own precision. Every example has its own steps, so that its value
-    depends on the batch by rounding alone, which may decide about a step, and then as much as the tolerance. The base
-    is N(0, I) at the noisiest level of the schedule, of which the marginal differs by the order of
-    |mean| e^(lambda(1)/2), in the mean over the data by the square of that, so schedules should go down to -15 or less.
+    depends on the batch through rounding alone; where rounding decides whether a step is accepted, by about the
+    tolerance. The base is N(0, I) at the noisiest level of the schedule. The true marginal there differs by the order
+    of |mean| e^(lambda(1)/2), averaged over the data by its square, so schedules should go down to -15 or less.
 
     Arguments:
         divergence: `exact` (a vector-Jacobian product for each scalar), `hutchinson` (one for each probe, unbiased), or
@@ -124,7 +124,7 @@ class OdeDensity:
 
     Shapes: x (B, *event) already noised to `log_snr`, cond (B,) or (B, F), mask (B, 1, T) of the valid scalars.
     Errors: InputError for an unknown divergence or solver, or a denoiser changed for sampling; SolverError where the
-    solver fails.
+    solver fails, with the log-SNR it reached.
     Source: Song et al. 2021, section 4.3 and appendix D.2.
 
     Example:
@@ -170,7 +170,7 @@ class OdeDensity:
                           variable=self.variable, **coarse)
 
     def made(self, dims: int) -> dict:
-        """How a density of this many scalars is computed, plain values."""
+        """How a density of this many scalars is computed, in plain values."""
         trace = {"divergence": "exact"} if self.exact(dims) else {"divergence": "hutchinson", "probes": self.probes}
         return trace | {"solver": self.solver_name, "variable": self.variable} | self.solver_options
 
@@ -181,7 +181,7 @@ class OdeDensity:
         """log p(x) at the noise level `log_snr`.
 
         Arguments:
-            generator: source of the probes; a keyed one makes those of an example a function of its index.
+            generator: source of the probes; with a keyed one the probes of an example depend on its index alone.
             base: log-density (b, *event) -> (b,) at the noisiest level, in place of the standard normal.
         """
         require_unaltered(denoiser)
@@ -222,7 +222,8 @@ class OdeDensity:
         try:
             solution = self.solve(derivative, torch.cat([x.flatten(1), volume], 1), *ends)
         except SolverError as error:
-            raise SolverError(first + error.row, error.at, f"the ODE failed: {error.reason}") from error
+            at = float(schedule.log_snr(torch.tensor(error.at)).detach()) if in_time else error.at
+            raise SolverError(first + error.row, at, f"the ODE failed: {error.reason}") from error
         latent = solution.y[:, :dims].reshape(x.shape)
         at_the_end = standard_normal(latent, mask) if base is None else base(latent)
         return at_the_end[:, None] + solution.y[:, dims:], latent, solution.evaluations

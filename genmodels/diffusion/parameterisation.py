@@ -31,7 +31,7 @@ class Prediction:
     """A denoising prediction as x0, eps, v, score and velocity, each computed when first read.
 
     Fields, all (B, *event): `x0`, `eps`, `v`, `score`, `velocity` (of a prediction at a time, along the path of its
-    denoiser), and `output`, that of the network in its own units. `nu` is where the variance of the model's kernel lies
+    denoiser), and `output`, the network's output in its own units. `nu` places the variance of the model's kernel
     between beta_tilde (0) and beta (1), per scalar, None unless it is learned; see `learned_variance`.
 
     Errors: reading a field that does not exist at this noise level (the score where sigma = 0).
@@ -75,7 +75,7 @@ class Prediction:
 
     @_Once
     def v(self) -> Tensor:
-        """(B, *event) the velocity, alpha eps - sigma x_0."""
+        """(B, *event) v = alpha eps - sigma x_0, the target of v-prediction."""
         return self._v()
 
     @_Once

@@ -25,7 +25,7 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import InputError
 
-#: Log-SNR in place of that without any signal, -inf, where a schedule ends there: less costs under 1e-8 nats.
+#: Stands for log-SNR -inf (no signal) at the end of a schedule; cutting there costs under 1e-8 nats.
 NOISIEST = -20.0
 
 
@@ -221,7 +221,7 @@ def variance_function(variance: str | Variance) -> Variance | Literal["learned"]
 def learned_variance(nu: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, log_snr_after: Tensor | None = None) -> Tensor:
     """log s2 = nu log beta + (1 - nu) log beta_tilde, for each scalar (Nichol and Dhariwal 2021, equation 15).
 
-    Where s is the clean end beta_tilde is 0 and replaced by that of the next step, from `log_snr_after` down to t.
+    Where s is the clean end beta_tilde is 0; the next step's, from `log_snr_after` down to t, takes its place.
     Shapes: nu (B, *event), the log-SNRs (B,) or (); float64 (B, *event).
 
     Example:

@@ -52,8 +52,8 @@ class DPMSolverPP2MSampler:
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
         x0 = d = predict(denoiser, x, t, cond, memory).x0
         if memory is not None and not bool(s == 0):
-            ahead = expand((log_snr_s - log_snr_t) / (2 * (log_snr_t - memory.log_snr)), x)  # 1/2r
-            d = (1 + ahead) * x0 - ahead * memory.x0
+            weight = expand((log_snr_s - log_snr_t) / (2 * (log_snr_t - memory.log_snr)), x)  # 1/2r
+            d = (1 + weight) * x0 - weight * memory.x0
         return update(x, d, log_snr_s, log_snr_t), Memory(x0, log_snr_t)
 
 
@@ -73,13 +73,15 @@ class UniPCSampler:
         sum_k rho_k r_k^(j-1) = E[r^j],   j = 1 .. number of k,   density of r in [0, 1] proportional to e^((r-1) h)
 
     so d is the mean of the polynomial through the estimates under the weights of the exact solution; with a single k,
-    rho is 1/2. The k are `order` - 1 estimates before t, and in the correction also that at s, which costs no further
-    call because the next step needs it. Accuracy is of order `order` + 1. Deterministic;
-    the step to the clean end uses d = x0. Source: Zhao et al., "UniPC: a unified predictor-corrector framework for fast
-    sampling of diffusion models", 2023, algorithms 1 and 2, with data prediction.
+    rho is 1/2. The k are `order` - 1 estimates before t, and in the correction also the estimate at s, which costs no
+    further call because the next step needs it. Accuracy is of order `order` + 1. Deterministic; the step to the clean
+    end uses d = x0.
+
+    Source: Zhao et al., "UniPC: a unified predictor-corrector framework for fast sampling of diffusion models", 2023,
+    algorithms 1 and 2, with data prediction.
 
     Arguments:
-        order: that of the predictor.
+        order: order of the predictor.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
@@ -154,7 +156,7 @@ class EulerSampler:
     def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
         prediction = predict(denoiser, x, t, cond, memory)
-        return _straight(prediction, x, log_snr_s), Memory(prediction.x0, log_snr_t)
+        return _euler_step(prediction, x, log_snr_s), Memory(prediction.x0, log_snr_t)
 
 
 class HeunSampler:
@@ -177,7 +179,7 @@ class HeunSampler:
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
         before = predict(denoiser, x, t, cond, memory)
         memory = Memory(before.x0, log_snr_t)
-        ahead = _straight(before, x, log_snr_s)
+        ahead = _euler_step(before, x, log_snr_s)
         if bool(torch.isposinf(log_snr_s)) or bool(torch.isneginf(log_snr_t)):
             return ahead, memory
         after = predict(denoiser, ahead, s, cond, memory)
@@ -192,7 +194,7 @@ class EDMSampler(HeunSampler):
         sigma_bar^ = (1 + g) sigma_bar_t,   y^ = y + sqrt(sigma_bar^^2 - sigma_bar_t^2) S_noise z
         g = min(S_churn/N, sqrt 2 - 1) where S_min <= sigma_bar_t <= S_max, else 0
 
-    churn = 0 is Heun. The level never rises above that of t = 1. Source: Karras et al. 2022, algorithm 2.
+    churn = 0 is Heun. The noise level never rises above the level at t = 1. Source: Karras et al. 2022, algorithm 2.
 
     Arguments:
         steps: N, the number of steps.
@@ -213,7 +215,7 @@ class EDMSampler(HeunSampler):
     def __init__(
         self, steps: int, *, churn: float = 0.0, smallest: float = 0.0, largest: float = math.inf, noise: float = 1.0
     ):
-        if steps < 1 or churn < 0 or noise < 0:
+        if steps < 1 or not (churn >= 0 and noise >= 0):
             raise InputError(f"steps = {steps}, churn = {churn}, noise = {noise}: give steps >= 1, the others >= 0")
         self.rise = min(churn / steps, math.sqrt(2) - 1)
         self.smallest, self.largest, self.noise = smallest, largest, noise
@@ -224,12 +226,12 @@ class EDMSampler(HeunSampler):
         inside = self.smallest <= math.exp(-float(log_snr_t) / 2) <= self.largest
         if self.rise > 0 and inside and float(log_snr_t) > lowest:
             log_snr_t_hat = (log_snr_t - 2 * math.log1p(self.rise)).clamp(min=lowest)
-            z = temperature * self.noise * normal(x.shape, generator, dtype=x.dtype, device=x.device)
+            z = self.noise * _noise(x, generator, temperature)
             x, t = renoise(x, log_snr_t, log_snr_t_hat, z), denoiser.schedule.time_of(log_snr_t_hat).clamp(max=1).cpu()
         return super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
 
 
-def _straight(prediction: Prediction, x: Tensor, log_snr_s: Tensor) -> Tensor:
+def _euler_step(prediction: Prediction, x: Tensor, log_snr_s: Tensor) -> Tensor:
     """alpha_s x0 + sigma_s eps, and x0 itself at the clean end, where eps need not exist."""
     alpha_s, sigma_s = alpha_sigma(log_snr_s)
     mean = expand(alpha_s, x) * prediction.x0
@@ -316,7 +318,7 @@ class FlowSampler:
 
         x_s = x_t + (s - t) (u_t + u_s)/2,   u_s at the end of an Euler step
 
-    Along the straight path Euler steps alone are those of `euler`. Source: Lipman et al. 2023, section 3.
+    Along the straight path its Euler steps alone are the sampler `euler`. Source: Lipman et al. 2023, section 3.
 
     Example:
         >>> from genmodels.diffusion import GaussianDenoiser, LinearPath, sample, uniform_t
@@ -359,7 +361,7 @@ class FlowMapSampler:
     def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
         prediction = predict(denoiser, x, t, cond, memory, until=s)
-        return _straight(prediction, x, log_snr_s), Memory(prediction.x0, log_snr_t)
+        return _euler_step(prediction, x, log_snr_s), Memory(prediction.x0, log_snr_t)
 
 
 #: Squared diffusion coefficients w(t) of `sde`, as functions (t, sigma of the path) -> w (Ma et al. 2024, table 2).

@@ -232,19 +232,20 @@ def make_schedule(
         ends: log-SNR at t = 0 and at t = 1 where they can be chosen; `default_ends` by default.
         zero_terminal_snr: rescale it so that no signal is left at t = 1.
 
-    Errors: ends of a schedule with fixed end points, or not two of them.
+    Errors: an unknown name; ends of a schedule with fixed end points, or not two of them.
 
     Example:
         >>> make_schedule("cosine", 10, ends=[7, -9]).end_points
         (7.0, -9.0)
     """
-    kind, usual = SCHEDULES[name], default_ends(name, finest)
-    if ends is not None and usual is None:
+    defaults = default_ends(name, finest)
+    kind = SCHEDULES[name]
+    if ends is not None and defaults is None:
         raise InputError(f"log_snr_ends is for schedule=cosine, linear_log_snr and learned: {name} has its own")
     if ends is not None and len(ends) != 2:
         raise InputError(f"log_snr_ends are two log-SNRs, at t = 0 and at t = 1, got {list(ends)}")
-    if usual is not None:
-        first, last = usual if ends is None else ends
+    if defaults is not None:
+        first, last = defaults if ends is None else ends
         schedule = kind(log_snr_max=float(first), log_snr_min=float(last))
     elif issubclass(kind, DiscreteSchedule):
         schedule = kind(num_steps=num_steps)

@@ -90,16 +90,16 @@ class AdaptiveRK45:
         every = torch.arange(len(y), device=y.device)
         slope = f(s, y, every)
         h = self._first_step(f, s, y, slope, every, direction, abs(end - start))
-        growth = torch.full_like(h, 10.0)  # at most; 1 right after a rejected step
+        most_growth = torch.full_like(h, 10.0)  # 1 right after a rejected step
         for _ in range(_MOST_STEPS):
             rows = (s != end).nonzero().flatten()
             if not len(rows):
                 return Solution(y, f.evaluations)
-            least = 10 * (torch.nextafter(s[rows], torch.full_like(s[rows], end)) - s[rows]).abs()
-            fresh = growth[rows] > 1
-            h[rows] = torch.where(fresh, torch.maximum(h[rows], least), h[rows])
-            if bool((h[rows] < least).any()):
-                worst = rows[(h[rows] < least).nonzero()[0, 0]]
+            smallest = 10 * (torch.nextafter(s[rows], torch.full_like(s[rows], end)) - s[rows]).abs()
+            after_accepted = most_growth[rows] > 1
+            h[rows] = torch.where(after_accepted, torch.maximum(h[rows], smallest), h[rows])
+            if bool((h[rows] < smallest).any()):
+                worst = rows[(h[rows] < smallest).nonzero()[0, 0]]
                 raise SolverError(int(worst), float(s[worst]), "the step became smaller than the spacing of numbers")
             after = s[rows] + direction * h[rows]
             after = torch.where(direction * (after - end) > 0, end, after)
@@ -107,14 +107,14 @@ class AdaptiveRK45:
             y_after, slope_after, error = self._step(f, s[rows], y[rows], slope[rows], step, rows)
             scale = self.tolerance * (1 + torch.maximum(y[rows].abs(), y_after.abs()))
             norm = _rms(error / scale)
-            good = norm < 1
+            accepted = norm < 1
             factor = (0.9 * norm**-0.2).clamp(min=0.2)
-            h[rows] = step.abs() * torch.where(good, torch.minimum(factor, growth[rows]), factor)
-            growth[rows] = torch.where(good, 10.0, 1.0).to(h.dtype)
-            done = rows[good]
-            s[done], y[done], slope[done] = after[good], y_after[good], slope_after[good]
-        left = rows[0]
-        raise SolverError(int(left), float(s[left]), f"{_MOST_STEPS} steps did not reach the end; raise the tolerance")
+            h[rows] = step.abs() * torch.where(accepted, torch.minimum(factor, most_growth[rows]), factor)
+            most_growth[rows] = torch.where(accepted, 10.0, 1.0).to(h.dtype)
+            moved = rows[accepted]
+            s[moved], y[moved], slope[moved] = after[accepted], y_after[accepted], slope_after[accepted]
+        row = rows[0]
+        raise SolverError(int(row), float(s[row]), f"{_MOST_STEPS} steps did not reach the end; raise the tolerance")
 
     def _first_step(self, f, s, y, slope, rows, direction: float, length: float) -> Tensor:
         scale = self.tolerance * (1 + y.abs())

@@ -253,7 +253,7 @@ class Mixture(_Normals):
         components: number K of components.
         generator: source of the initial means (equal ones would stay equal); a fixed seed without one.
 
-    Source: the ascent is that of Carreira-Perpinan 2000, "Mode-finding for mixtures of Gaussian distributions".
+    Source: the ascent: Carreira-Perpinan 2000, "Mode-finding for mixtures of Gaussian distributions".
 
     Example:
         >>> Mixture((2,), components=3).sample(4, generator=torch.Generator().manual_seed(0)).shape

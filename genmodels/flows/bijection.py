@@ -18,7 +18,7 @@ _UNDOING = ContextVar("_UNDOING", default=False)
 
 @contextlib.contextmanager
 def undone_on_failure(module: nn.Module) -> Iterator[None]:
-    """Restores parameters and buffers if the block raises; within another such block that one restores them.
+    """Restores parameters and buffers if the block raises; a nested block leaves that to the outer one.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -120,15 +120,15 @@ class Bijection(nn.Module):
         return shape
 
     def in_shape(self, shape: Shape) -> Shape:
-        """Event shape after `inverse`; by default that of `out_shape`, for maps that keep the shape."""
+        """Event shape after `inverse`; by default `out_shape`, for maps that keep the shape."""
         return self.out_shape(shape)
 
     def out_mask(self, mask: Tensor) -> Tensor:
-        """The mask of `z`, from that of `x`."""
+        """The mask of `z`, from the mask of `x`."""
         return mask
 
     def in_mask(self, mask: Tensor) -> Tensor:
-        """The mask of `x`, from that of `z`."""
+        """The mask of `x`, from the mask of `z`."""
         return mask
 
     def initialize(
@@ -365,7 +365,8 @@ class Inverse(Around):
 
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
         for name in self.uninitialized(self.place):
-            raise RuntimeError(f"Inverse: {name} takes its start from data going forward; initialise it before that")
+            raise RuntimeError(f"Inverse: {name} is initialised from data in its forward direction: call its "
+                               "initialize before you invert it")
 
     def _forward(self, x, cond, mask):
         return self.bijection.inverse(x, cond, mask)
@@ -390,5 +391,5 @@ class Freeze(Around):
         super().__init__(bijection.requires_grad_(False))
 
     def requires_grad_(self, requires_grad: bool = True) -> Freeze:
-        """Does nothing; that of a module around this one reaches the parameters, which then train."""
+        """Does nothing. Called on a module that contains this one, it still makes the parameters trainable."""
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,7 +25,7 @@ class Compose(Bijection):
         layers: the bijections, in the order of `forward`.
         event_shape: shape of x, None for a length left open; the layers are checked against it.
         memory: `store` keeps activations for the backward pass; `inverse` recomputes them from the outputs (see
-            `genmodels.flows.composition`).
+            `run_inverting`).
 
     Errors: ValueError naming both layers and the shape between them when they do not fit.
 
@@ -95,7 +96,7 @@ class Compose(Bijection):
         return mask
 
     def _backwards(self) -> list[Bijection]:
-        # A ModuleList looks every member up by its name when it is reversed; a list of them does not.
+        # Faster than reversed(ModuleList), which looks up every member by name.
         return list(self.layers)[::-1]
 
     def _forward(self, x, cond, mask):
@@ -155,12 +156,12 @@ class Recomputes(Protocol):
 
         x is computed without a graph and then requires gradients; z' and logdet are `forward(x)` with their graph, z'
         equal to z up to rounding. Unchanged parts may be taken from z, which requires gradients too: the gradients of
-        both are added. The mask is that of z; masked positions of x and z' are zero.
+        x and z are added. `mask` is the mask of z; masked positions of x and z' are zero.
         """
 
 
 def flattened(compose: Compose) -> Iterator[Bijection]:
-    """The layers of a composition in order, with those of nested compositions in place of these."""
+    """The layers of a composition in order, nested compositions expanded."""
     for layer in compose.layers:
         while isinstance(layer, Freeze):
             layer = layer.bijection
@@ -188,8 +189,8 @@ def gauge_for(compose: Compose) -> DriftGauge:
     return DriftGauge(len(layers))
 
 
-def _inside(layer: Bijection) -> Iterator[nn.Module]:
-    """`layer.modules()` without the names, whose construction takes a tenth of a training step."""
+def _submodules(layer: Bijection) -> Iterator[nn.Module]:
+    """The modules of `layer.modules()`, without building their names, which would take a tenth of a training step."""
     found = [layer]
     while found:
         module = found.pop()
@@ -197,14 +198,14 @@ def _inside(layer: Bijection) -> Iterator[nn.Module]:
         found.extend(child for child in module._modules.values() if child is not None)
 
 
-def _by_itself(layer: Bijection) -> bool:
+def _recomputes_itself(layer: Bijection) -> bool:
     """Whether a layer recomputes its activations itself, as a MultiScale whose stages do."""
-    recomputing = any(isinstance(module, Compose) and module.memory == "inverse" for module in _inside(layer))
+    recomputing = any(isinstance(module, Compose) and module.memory == "inverse" for module in _submodules(layer))
     return recomputing and not isinstance(layer, Inverse)
 
 
-def _trained(layer: Bijection) -> list[Parameter]:
-    parameters = (p for module in _inside(layer) for p in module._parameters.values())
+def _trainable(layer: Bijection) -> list[Parameter]:
+    parameters = (p for module in _submodules(layer) for p in module._parameters.values())
     return list({id(p): p for p in parameters if p is not None and p.requires_grad}.values())
 
 
@@ -220,7 +221,7 @@ def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor
     input instead where its inverse is an iteration or takes D passes, or where the gauge has found that the inverse
     is too inaccurate (see `DriftGauge`). Only `forward` works this way; `inverse` stores activations.
 
-    Shapes: as those of `compose`.
+    Shapes: as for `compose`.
     Errors: RuntimeError on a second derivative; RunError from the gauge.
     Source: Gomez et al. 2017, "The Reversible Residual Network", section 3.2.
 
@@ -232,24 +233,22 @@ def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor
         >>> x.grad
         tensor([[2.]])
     """
-    logdet, row, first = x.new_zeros(len(x)), [], 0
-    for number, layer in enumerate([*flattened(compose), None]):
-        alone = layer is not None and _by_itself(layer)
-        if layer is not None and not alone:
-            row.append(layer)
-            continue
-        if row:
-            x, change, mask = _run(_Row(row, compose.gauge, first, compose.training), x, cond, mask)
+    logdet, number = x.new_zeros(len(x)), 0
+    for recomputes_itself, group in groupby(flattened(compose), _recomputes_itself):
+        layers = list(group)
+        if recomputes_itself:
+            for layer in layers:
+                x, change = layer(x, cond if layer.uses_cond else None, mask)
+                logdet, mask = logdet + change, None if mask is None else layer.out_mask(mask)
+        else:
+            x, change, mask = _run(_Segment(layers, compose.gauge, number, compose.training), x, cond, mask)
             logdet = logdet + change
-        if alone:
-            x, change = layer(x, cond if layer.uses_cond else None, mask)
-            logdet, mask = logdet + change, None if mask is None else layer.out_mask(mask)
-        row, first = [], number + 1
+        number += len(layers)
     return x, logdet
 
 
-class _Row(NamedTuple):
-    """Consecutive layers of one autograd function: numbers first, first + 1, ... of the gauge."""
+class _Segment(NamedTuple):
+    """Consecutive layers that share one autograd function: numbers first, first + 1, ... of the gauge."""
 
     layers: list[Bijection]
     gauge: DriftGauge
@@ -261,13 +260,15 @@ class _Row(NamedTuple):
         return self.layers[k].inverse_cost != "same" or self.gauge.stores[self.first + k]
 
 
-def _run(row: _Row, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _run(
+    segment: _Segment, x: Tensor, cond: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     masks = [mask]
-    for layer in row.layers:
+    for layer in segment.layers:
         masks.append(None if mask is None else layer.out_mask(masks[-1]))
-    owned = [_trained(layer) for layer in row.layers]
-    parameters = {id(p): p for own in owned for p in own}  # without repetition of those that layers share
-    z, logdet = _Inverting.apply(row, owned, masks, x, cond, *parameters.values())
+    owned = [_trainable(layer) for layer in segment.layers]
+    parameters = {id(p): p for own in owned for p in own}  # each once, though layers may share it
+    z, logdet = _Inverting.apply(segment, owned, masks, x, cond, *parameters.values())
     return z, logdet, masks[-1]
 
 
@@ -275,37 +276,39 @@ class _Inverting(torch.autograd.Function):
     """The parameters are inputs and their gradients outputs, so that DDP's hooks see each gradient once."""
 
     @staticmethod
-    def forward(ctx, row: _Row, owned: list[list[Parameter]], masks: list[Tensor | None], x, cond, *parameters):
-        ctx.row, ctx.owned, ctx.masks, ctx.noise = row, owned, masks, []
+    def forward(ctx, segment: _Segment, owned: list[list[Parameter]], masks: list[Tensor | None], x, cond, *parameters):
+        ctx.segment, ctx.owned, ctx.masks, ctx.noise = segment, owned, masks, []
         ctx.autocast = Autocast.now(x.device.type)
-        stored, kept, logdet, noise = [], [], x.new_zeros(len(x)), Noise(x.device)
+        # Per layer: its stored input, or the exact input of the gauge's few examples.
+        stored, exact, logdet, noise = [], [], x.new_zeros(len(x)), Noise(x.device)
         with ctx.autocast.again():
-            for k, layer in enumerate(row.layers):
-                stored.append(x if row.stores(k) else None)
-                kept.append(None if row.stores(k) else row.gauge.keep(x))
+            for k, layer in enumerate(segment.layers):
+                stored.append(x if segment.stores(k) else None)
+                exact.append(None if segment.stores(k) else segment.gauge.keep(x))
                 x, change = layer(x, cond if layer.uses_cond else None, masks[k])
                 before, noise = noise, Noise(x.device)
                 ctx.noise.append(None if before == noise else before)
                 logdet = logdet + change
-        ctx.save_for_backward(x, cond, *stored, *kept, *parameters)
+        ctx.save_for_backward(x, cond, *stored, *exact, *parameters)
         return x, logdet
 
     @staticmethod
     def backward(ctx, grad, grad_logdet):
         if torch.is_grad_enabled():
             raise RuntimeError("memory='inverse' has no second derivatives: use memory='store' to train by scores")
-        row, masks, n = ctx.row, ctx.masks, len(ctx.row.layers)
+        segment, masks, n = ctx.segment, ctx.masks, len(ctx.segment.layers)
         *_, wants_x, wants_cond = ctx.needs_input_grad[:5]
         state, cond, *saved = ctx.saved_tensors
-        stored, kept, parameters = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        stored, exact, parameters = saved[:n], saved[n : 2 * n], saved[2 * n :]
         cond = None if cond is None else cond.detach().requires_grad_(wants_cond)
-        walk, sums = Walk(row.gauge, row.first, n, state), _Sums()
+        walk, sums = Walk(segment.gauge, segment.first, n, state), _Sums()
         with ctx.autocast.again(), hooks_at_rest(parameters):
             for k in reversed(range(n)):
                 if not (wants_x or wants_cond or any(ctx.owned[: k + 1])):
                     break  # no gradient of the remaining layers is needed
-                layer, own = row.layers[k], cond if row.layers[k].uses_cond else None
-                if [*map(id, _trained(layer))] != [*map(id, ctx.owned[k])]:  # their gradients would be lost silently
+                layer = segment.layers[k]
+                own_cond = cond if layer.uses_cond else None
+                if [*map(id, _trainable(layer))] != [*map(id, ctx.owned[k])]:  # their gradients would be lost silently
                     raise RuntimeError(f"{layer.place}: its parameters have changed since the forward pass")
                 replay = contextlib.nullcontext if ctx.noise[k] is None else ctx.noise[k].again
                 # `state` is the layer's output, then its input; rebinding frees the output.
@@ -314,28 +317,29 @@ class _Inverting(torch.autograd.Function):
                     state = stored[k]
                 elif not from_output:
                     with replay():
-                        state, _ = layer.inverse(state, own, masks[k + 1])
+                        state, _ = layer.inverse(state, own_cond, masks[k + 1])
                 with torch.enable_grad(), replay():
                     rerun = _from_output if from_output else _from_input
-                    ends = rerun(layer, state, own, masks[k + from_output])
-                state = ends.x.detach()
-                if kept[k] is not None:
-                    walk.compare(k, state, kept[k])
-                others = [*ctx.owned[k], *([own] if wants_cond and own is not None else [])]
-                grad, found = ends.pull_back(grad, grad_logdet, others)
-                del ends
+                    graph = rerun(layer, state, own_cond, masks[k + from_output])
+                state = graph.x.detach()
+                if exact[k] is not None:
+                    walk.compare(k, state, exact[k])
+                others = [*ctx.owned[k], *([own_cond] if wants_cond and own_cond is not None else [])]
+                grad, found = graph.pull_back(grad, grad_logdet, others)
+                del graph
                 sums.add(others, found)
 
         def true_input(k: int) -> LayerInput:
-            given = cond if row.layers[k].uses_cond else None, masks[k]
-            return LayerInput(row.layers[k], kept[k], *(None if v is None else row.gauge.keep(v) for v in given))
+            layer = segment.layers[k]
+            given = cond if layer.uses_cond else None, masks[k]
+            return LayerInput(layer, exact[k], *(None if v is None else segment.gauge.keep(v) for v in given))
 
-        walk.finish(true_input, row.training)
-        own = [sums.of(parameter) for parameter in parameters]
-        return None, None, None, grad if wants_x else None, sums.of(cond) if wants_cond else None, *own
+        walk.finish(true_input, segment.training)
+        of_parameters = [sums.of(parameter) for parameter in parameters]
+        return None, None, None, grad if wants_x else None, sums.of(cond) if wants_cond else None, *of_parameters
 
 
-class _Ends(NamedTuple):
+class _LayerGraph(NamedTuple):
     """A layer's input x, and its output with a graph from x and from `leaf`, which may be x itself."""
 
     x: Tensor
@@ -344,7 +348,7 @@ class _Ends(NamedTuple):
     logdet: Tensor
 
     def pull_back(self, grad: Tensor, grad_logdet: Tensor, others: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of x and of others, from those of z and the log-determinant; frees the graph."""
+        """Gradients of x and of others, from the gradients of z and the log-determinant; frees the graph."""
         starts = [self.x] if self.leaf is self.x else [self.x, self.leaf]
         ends = [(end, g) for end, g in ((self.z, grad), (self.logdet, grad_logdet)) if end.requires_grad]
         outputs, gradients = zip(*ends, strict=True)
@@ -353,15 +357,15 @@ class _Ends(NamedTuple):
         return sum(of_x[1:], of_x[0]), list(found[len(starts) :])
 
 
-def _from_input(layer: Bijection, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> _Ends:
+def _from_input(layer: Bijection, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> _LayerGraph:
     x = x.detach().requires_grad_()
-    return _Ends(x, x, *layer(x, cond, mask))
+    return _LayerGraph(x, x, *layer(x, cond, mask))
 
 
-def _from_output(layer: Recomputes, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> _Ends:
+def _from_output(layer: Recomputes, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> _LayerGraph:
     z = z.detach().requires_grad_()
-    x, again, logdet = layer.recompute(z, cond, mask)
-    return _Ends(x, z, again, logdet)
+    x, recomputed, logdet = layer.recompute(z, cond, mask)
+    return _LayerGraph(x, z, recomputed, logdet)
 
 
 class _Sums:

@@ -84,7 +84,7 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
     """The flow from Gaussian noise to the logit of the dequantisation noise, conditioned on the item.
 
     Arguments:
-        event_shape: shape of one example; the networks are gated and convolutional, of vectors an MLP.
+        event_shape: shape of one example; the networks are gated convolutional ones, or an MLP for vectors.
         couplings: number of couplings.
         hidden: width of the networks.
         depth: blocks of the networks.
@@ -100,8 +100,7 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
     at_least(1, couplings=couplings)
     channels, dims = event_shape[0], len(event_shape) - 1
     if dims < 2 and channels < 2:
-        raise ValueError("variational noise needs at least two columns or channels: "
-                         "give dequantisation=level")
+        raise ValueError("variational noise needs at least two columns or channels: give dequantisation=level")
     cond = noise_condition(event_shape)
     net = partial(GatedConvNet, dims=dims) if dims else MLP
     net = partial(net, hidden=hidden, depth=depth, cond=cond)
@@ -154,7 +153,7 @@ def realnvp_image(
     event_shape = as_shape(event_shape)
     one_of("net", net, NETS)
     check_heads(attention, heads, 4)
-    if isinstance(layout, str):
+    if isinstance(layout, str) or not all(isinstance(part, str) for part in layout):
         raise ValueError(f"layout is a list of parts such as [checkerboard*4], got {layout!r}")
     if dropout and net != "residual":
         raise ValueError(f"dropout is for residual networks, net is {net}")
@@ -179,6 +178,9 @@ def realnvp_image(
     shape = start = event_shape
     for part in layout:
         found = re.fullmatch(r"(checkerboard|channel)\*([1-9]\d*)", part)
+        if (part == "split" and shape[0] % 2) or (found and found[1] == "channel" and shape[0] < 2):
+            needs = "an even number of channels" if part == "split" else "at least two channels"
+            raise ValueError(f"layout: {part} needs {needs}, the image has {shape[0]} there: put squeeze before it")
         if found:
             layers += couplings(found[1], int(found[2]), shape[0], widths.pop(0))
         elif part == "squeeze":
@@ -342,40 +344,40 @@ def jet(
     at_least(0, spatial=spatial)
     require_division(patch, shape)
     if any(n % (patch * 2 ** (levels - 1)) for n in shape[1:]):
-        raise ValueError(f"levels={levels} halves {shape[1] // patch} x {shape[2] // patch} patches more often than"
-                         f" they can be: give fewer levels, or patches smaller than patch={patch}")
+        raise ValueError(f"levels={levels} cannot halve {shape[1] // patch} x {shape[2] // patch} patches that often: "
+                         f"give fewer levels, or patches smaller than patch={patch}")
     if shape[0] * patch**2 < 2:
         raise ValueError("patch=1 leaves one channel, and a coupling needs two: give a larger patch that divides both "
                          f"sides of {shape[1]} x {shape[2]}, or model=tarflow")
     if levels > 1 and shape[0] * patch**2 % 2:
         raise ValueError(f"levels={levels} needs an even number of channels to factor out half of them, and patch="
                          f"{patch} has {shape[0] * patch**2}: give levels=1 or patch=2")
-    stages, factors, turned = [], [], 0
+    stages, factors, spatial_couplings = [], [], 0
     for level in range(levels):
         squeeze = Squeeze2d(patch if level == 0 else 2)
         channels, *space = squeeze.out_shape(shape)
         kinds = [kind for kind, side in zip(("rows", "columns", "checkerboard"), (0, 1, 1), strict=True)
                  if space[side] % 2 == 0]  # fmt: skip
-        turns = cycle([(kind, parity) for kind in kinds for parity in (0, 1)]) if kinds else None
+        spatial_splits = cycle([(kind, parity) for kind in kinds for parity in (0, 1)]) if kinds else None
         layers: list[Bijection] = [squeeze, ActNorm(channels)]
         for number in range(couplings):
-            if turns is not None and spatial and number % spatial == spatial - 1:
-                kind, parity = next(turns)
-                turned += 1
+            if spatial_splits is not None and spatial and number % spatial == spatial - 1:
+                kind, parity = next(spatial_splits)
+                spatial_couplings += 1
                 split: ChannelSplit | TokenSplit = TokenSplit(channels, kind, parity=parity)
-                seen = tuple(split.take(torch.empty(1, 1, *space))[0].shape[2:])
+                net_space = tuple(split.take(torch.empty(1, 1, *space))[0].shape[2:])
             else:
-                split, seen = ChannelSplit(channels), tuple(space)
+                split, net_space = ChannelSplit(channels), tuple(space)
                 layers.append(Permute.random(channels, generator=generator))
             net = partial(TokenNet, width=width, depth=depth, heads=heads, expansion=expansion, attention=attention,
-                          space=seen, places=places, cond=cond)  # fmt: skip
+                          space=net_space, places=places, cond=cond)  # fmt: skip
             layers.append(couple(split, ShiftScale(), net))
         stages.append(Compose(layers, shape, memory=memory))
         if level + 1 < levels:
             factors.append(FactorOut(channels))
             shape = (channels - channels // 2, *space)
-    if spatial and not turned:
-        why = (f"there are only {couplings}, give a smaller one" if couplings < spatial else "both sides of the "
-               f"{space[0]} x {space[1]} patches are odd, give another patch")
-        raise ValueError(f"spatial={spatial} asks for couplings of positions: {why}, or spatial=0")
+    if spatial and not spatial_couplings:
+        why = (f"there are only {couplings} couplings, give a smaller one" if couplings < spatial else "both sides of "
+               f"the {space[0]} x {space[1]} patches are odd, give another patch")
+        raise ValueError(f"spatial={spatial} leaves no coupling of positions: {why}, or spatial=0")
     return MultiScale(stages, factors, as_shape(event_shape))

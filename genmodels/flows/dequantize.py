@@ -138,7 +138,7 @@ class UniformDequantize(Dequantize):
 
 
 class GaussianNoise(Dequantize):
-    """Gaussian noise about the middle of the cell, not confined to it: the density is that of noisy data.
+    """Gaussian noise about the middle of the cell, not confined to it: the density is a density of noisy data.
 
         v = (x + 1/2) / L + sigma n,   n ~ N(0, I);    contribution = 0, since this is no bound on a log-mass
 

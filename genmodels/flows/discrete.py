@@ -172,9 +172,9 @@ class DiscreteFlow(nn.Module):
 
     def _check(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> None:
         """Raise ValueError for invalid values; waits for the device once, not at every draw."""
-        require_tensor("x", x)
-        if cond is not None:
-            require_tensor("cond", cond)
+        for name, value in (("x", x), ("cond", cond), ("mask", mask)):
+            if value is not None or name == "x":
+                require_tensor(name, value)
         if not torch.compiler.is_compiling():
             of_mask = mask_fault(self.flow.bijection, self.flow.event_shape, mask)
             of_labels = labels_fault(cond, self.num_classes, self.null_class)

@@ -300,7 +300,7 @@ class LogisticMixture(ElementTransform):
 
     pi is a softmax, s_k = 7 tanh(. / 7), h as in `Affine`. log F and log(1 - F) are both log-sum-exps of log-sigmoids,
     accurate in the tails. The inverse takes 40 bisections in float32, 69 in float64, and two Newton steps where these
-    stay in the bracket; its gradient is that of the implicit function.
+    stay in the bracket; its gradient follows from the implicit function theorem.
 
     Arguments:
         channels: number of channels that it changes.
@@ -441,7 +441,7 @@ class _Root(torch.autograd.Function):
 
 
 class _EagerRoot(_Root):
-    """Also in forward mode, whose rule torch.compile refuses; second derivatives are those of `jacfwd(jacrev)` only."""
+    """With forward mode too, which torch.compile refuses; second derivatives work by `jacfwd(jacrev)` only."""
 
     @staticmethod
     def jvp(ctx, v: Tensor, *tangents: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from genmodels.nn.condition import Conditioning
 
 
 class Fault(NamedTuple):
-    """Invalid values: `wrong (B, ...)` is True where a value is, `message(row)` describes those of an example."""
+    """Invalid values: `wrong (B, ...)` marks them, `message(row)` describes them for one example."""
 
     wrong: Tensor
     message: Callable[[int], str]
@@ -161,8 +161,8 @@ def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) ->
     factor = frames_together(bijection)
     return Fault(
         whole != mask,
-        lambda row: f"mask: the valid frames of row {row} ({int(mask[row].sum())} of {mask.shape[-1]}) are no whole "
-        f"groups of {factor} neighbours, which this flow squeezes into one: lengthen data and mask by "
+        lambda row: f"mask: row {row} has {int(mask[row].sum())} valid frames of {mask.shape[-1]}, but this flow "
+        f"squeezes {factor} neighbouring frames into one, which must be valid together: lengthen data and mask by "
         f"PadToMultiple({factor})",
     )
 
@@ -218,7 +218,7 @@ class Flow(nn.Module):
     def initialize(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
     ) -> None:
-        """Data-dependent initialisation of all layers from a batch, called once, by training; on an error of none."""
+        """Data-dependent initialisation from a batch, called once, by training; on an error no layer is changed."""
         self._check(x, cond, mask)
         self.bijection.initialize(x, self._cond(cond, self.bijection), mask, force=force)
 
@@ -256,7 +256,7 @@ class Flow(nn.Module):
             temperature: factor of the base's noise at every scale; 0 maps the base's mode.
             generator: source of the noise, with n rows if it is keyed.
             mask: which frames of sequences are valid; the others are zero.
-            length: an open length; by default that of the mask.
+            length: the length of the events where it is open; by default the length of the mask.
         """
         require_initialized(self.bijection, "Flow.sample")
         require_count(n)
@@ -271,7 +271,7 @@ class Flow(nn.Module):
         return self._split(z)
 
     def from_latents(self, latents: Latents, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The inverse of `latents`; `mask` is that of x."""
+        """The inverse of `latents`; `mask` is the mask of x."""
         require_initialized(self.bijection, "Flow.from_latents")
         self._check_values(cond, mask)
         return self._inverse(self._join(latents), cond, mask)
@@ -314,8 +314,9 @@ class Flow(nn.Module):
 
     def _check_values(self, cond: Tensor | None, mask: Tensor | None) -> None:
         """Raise ValueError for invalid values, which the layers do not look at."""
-        if cond is not None:
-            require_tensor("cond", cond)
+        for name, value in (("cond", cond), ("mask", mask)):
+            if value is not None:
+                require_tensor(name, value)
         if not torch.compiler.is_compiling():
             of_labels = labels_fault(cond, self.num_classes, self.null_class)
             refuse([of_labels, mask_fault(self.bijection, self.event_shape, mask)])
@@ -328,7 +329,7 @@ class Flow(nn.Module):
         )  # fmt: skip
 
     def _inverse(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        """The event of a latent; `mask` is that of the event."""
+        """The event of a latent; `mask` is the mask of the event."""
         latent_mask = None if mask is None else self.bijection.out_mask(mask)
         return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
 

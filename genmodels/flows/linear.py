@@ -59,7 +59,7 @@ class LUMatrix(nn.Module):
     def __init__(self, size: int, generator: torch.Generator | None = None):
         super().__init__()
         self.factors = nn.Parameter(torch.empty(size, size))
-        self.register_buffer("order", torch.arange(size))  # P, as the row of L U that each row of W is
+        self.register_buffer("order", torch.arange(size))  # P: row i of W is row order[i] of L U
         self.register_buffer("sign", torch.ones(size))
         self.set_weight(random_rotation(size, generator))
 
@@ -312,7 +312,7 @@ class Whitening(DataInitialized, InvertibleLinear):
             _, correlations = channel_covariance(self(x, cond, mask)[0], mask)  # of channels that are scaled already
             correlations.diagonal().clamp_(min=1.0)  # of constant channels, which then stay apart
             variances, directions = (part.flip(-1) for part in torch.linalg.eigh(correlations))
-            # Signs of eigenvectors are arbitrary: of every component the weight that is largest in size is positive.
+            # Signs of eigenvectors are arbitrary: the largest weight of each component is made positive.
             directions = directions * directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
             whiten = (directions * variances.clamp(min=1e-6).rsqrt()).mT
             whiten = whiten if self.principal else directions @ whiten
@@ -381,7 +381,7 @@ class Permute(Channelwise):
         z_c = x_{index(c)},    log |det| = 0
 
     Arguments:
-        index: the channel of x that each channel of z is, a permutation of 0 .. C-1; dimensions for vectors.
+        index: for each channel of z the channel of x that it copies, a permutation of 0 .. C-1; dimensions for vectors.
 
     Shapes: `x (B, C, *space)`, `mask (B, 1, T)`, or like x.
     Errors: ValueError for an index that is no permutation, and for another number of channels.

@@ -40,7 +40,7 @@ class FactorOut(Channelwise):
 
     Shapes: `(C, *space)` to the same.
     Errors: ValueError for an odd number of channels.
-    Source: Dinh et al. 2017 (RealNVP), section 3.6; the learned prior is that of Kingma and Dhariwal 2018 (Glow).
+    Source: Dinh et al. 2017 (RealNVP), section 3.6; the learned prior: Kingma and Dhariwal 2018 (Glow).
 
     Example:
         >>> FactorOut(4)(torch.ones(1, 4))
@@ -310,7 +310,6 @@ def glow(
     Source: Kingma and Dhariwal 2018, "Glow: generative flow with invertible 1x1 convolutions".
 
     Example:
-        >>> from genmodels.flows.scaling import ActNorm
         >>> flow = glow((1, 8, 8), steps=2, hidden=8)
         >>> z, logdet = flow(torch.randn(3, 1, 8, 8))
         >>> z.shape, logdet.shape

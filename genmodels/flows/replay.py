@@ -46,7 +46,7 @@ class Autocast(NamedTuple):
 
 
 class Noise:
-    """The states of the global generators of the CPU and of one device.
+    """The states of the global random number generators of the CPU and of one device.
 
     Example:
         >>> then = Noise(torch.device("cpu"))
@@ -61,10 +61,10 @@ class Noise:
     def __init__(self, device: torch.device):
         self.device = device
         # The functions of backends with a single device take no device.
-        self._which = (device,) if device.type not in ("cpu", "mps") else ()
+        self._device_arguments = (device,) if device.type not in ("cpu", "mps") else ()
         self.states = [torch.get_rng_state()]
         if device.type != "cpu":
-            self.states.append(torch.get_device_module(device).get_rng_state(*self._which))
+            self.states.append(torch.get_device_module(device).get_rng_state(*self._device_arguments))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Noise) and all(map(torch.equal, self.states, other.states))
@@ -82,7 +82,7 @@ class Noise:
     def _set(self) -> None:
         torch.set_rng_state(self.states[0])
         if len(self.states) > 1:
-            torch.get_device_module(self.device).set_rng_state(self.states[1], *self._which)
+            torch.get_device_module(self.device).set_rng_state(self.states[1], *self._device_arguments)
 
 
 @contextlib.contextmanager
@@ -126,8 +126,8 @@ class DriftGauge(nn.Module):
         drift_i = max |x_i' - x_i| / (1 + max |x_i|)
 
     x_i' is computed from the output of the whole flow, so the error of one layer reaches all layers before it. Hence a
-    layer is blamed when its drift is above the threshold and that of the next layer is not. From the next step on it
-    stores its input, and recomputation restarts from there. The buffer `switched` is saved in checkpoints; several
+    layer is blamed when its drift is above the threshold and the drift of the next layer is not. From the next step on
+    it stores its input, and recomputation restarts from there. The buffer `switched` is saved in checkpoints; several
     processes decide by the largest drift of all.
 
     Arguments:
@@ -180,22 +180,22 @@ class Walk:
 
     Arguments:
         gauge: the gauge.
-        first: number of the first layer of this pass among those of the gauge.
+        first: the gauge's number of the first layer of this pass.
         layers: number of layers of this pass.
         z: output of the last one.
     """
 
     def __init__(self, gauge: DriftGauge, first: int, layers: int, z: Tensor):
         self.gauge, self.first = gauge, first
-        nothing = z.new_zeros(())
-        self.lost, self.size = [nothing] * layers, [nothing] * layers
-        self.extremes = [nothing, nothing] * layers + list(z.detach().aminmax() if len(z) else (nothing, nothing))
+        zero = z.new_zeros(())
+        self.error, self.size = [zero] * layers, [zero] * layers
+        self.extremes = [zero, zero] * layers + list(z.detach().aminmax() if len(z) else (zero, zero))
 
     def compare(self, k: int, x: Tensor, true: Tensor) -> None:
         """Record the recomputed input of layer k of this pass, with the exact one of a few examples."""
         if not len(x):
             return  # this process has no examples of the batch; `finish` still takes part in the reduction
-        self.lost[k] = torch.dist(x[: len(true)], true, torch.inf)
+        self.error[k] = torch.dist(x[: len(true)], true, torch.inf)
         self.size[k] = torch.linalg.vector_norm(true, torch.inf)
         self.extremes[2 * k : 2 * k + 2] = x.aminmax()
 
@@ -210,19 +210,19 @@ class Walk:
         Raises:
             RunError: naming the layer whose recomputed input is not finite.
         """
-        drifts = torch.stack(self.lost) / (1 + torch.stack(self.size))
-        broken = ~torch.isfinite(torch.stack(self.extremes)).view(-1, 2).all(1)
-        found = torch.cat([drifts.nan_to_num(0.0), broken])
+        drifts = torch.stack(self.error) / (1 + torch.stack(self.size))
+        not_finite = ~torch.isfinite(torch.stack(self.extremes)).view(-1, 2).all(1)
+        found = torch.cat([drifts.nan_to_num(0.0), not_finite])
         together = training and joined()
         if together:
             # In the backward pass and not at the next step, so that a checkpoint in between has the decision.
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         found = found.tolist()  # the one synchronisation
-        drifts, (*broken, overflow) = found[: len(self.lost)], found[len(self.lost) :]
+        drifts, (*not_finite, overflow) = found[: len(self.error)], found[len(self.error) :]
         if overflow:
             return  # the output of the flow is not finite either, which the loss reports
-        for k in reversed(range(len(self.lost))):
-            if broken[k]:
+        for k in reversed(range(len(self.error))):
+            if not_finite[k]:
                 raise RunError(
                     f"{true_input(k)}: its input, recomputed from its output, is not finite (smallest scale about "
                     f"{smallest_scale(true_input(k)):.1e}); train with memory='store'"
@@ -232,12 +232,12 @@ class Walk:
             self.gauge.switch([self.first + k for k in blamed])
         if together and torch.distributed.get_rank():
             return
-        then = "from the next step on its input is stored" if training else "memory='store' gives exact ones"
+        remedy = "from the next step on its input is stored" if training else "memory='store' gives exact ones"
         for k in blamed:
             warnings.warn(
                 f"{true_input(k)}: its input, recomputed from its output, is off by {drifts[k]:.1e}, more than "
                 f"{self.gauge.threshold:.0e} (smallest scale about {smallest_scale(true_input(k)):.1e}); the gradients "
-                f"of this step are not exact, {then}",
+                f"of this step are not exact, {remedy}",
                 stacklevel=2,
             )
 
@@ -258,9 +258,9 @@ def smallest_scale(given: LayerInput, rounds: int = 8) -> float:
     u = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
     with Noise(x.device).again(), torch.enable_grad():  # dropout in a network does not advance the generators
         z = layer(x, cond, mask)[0].detach().requires_grad_()
-        again, _ = layer.inverse(z, cond, None if mask is None else layer.out_mask(mask))
+        x_again, _ = layer.inverse(z, cond, None if mask is None else layer.out_mask(mask))
         for _ in range(rounds):
-            u = torch.autograd.grad(again, z, (u / u.norm()).view_as(again), retain_graph=True)[0]
+            u = torch.autograd.grad(x_again, z, (u / u.norm()).view_as(x_again), retain_graph=True)[0]
     return float(1 / u.norm())
 
 

@@ -97,7 +97,7 @@ class DataInitialized(Channelwise):
             raise ValueError(f"{here} cannot be initialised from a batch without a single valid position")
         if count < self.fewest:
             raise ValueError(f"{here} is initialised from the covariance of {self.channels} channels, which takes at "
-                             f"least {self.fewest} valid positions: this batch has {count:.0f}")
+                             f"least {self.fewest} valid positions: this batch has {count:.0f}, give a larger one")
         wrong = ~(mean.isfinite() & std.isfinite())
         if wrong.any():
             raise ValueError(f"{here}: the batch has values that are not finite in channels {_listed(wrong)}")
@@ -198,7 +198,7 @@ def scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         >>> scaled(torch.ones(1, 2), torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]))
         tensor([[2., 4.]])
     """
-    if x.dim() > 3 and 1 in (len(x), *x.shape[2:]):  # there the kernel of the CPU confuses the strides of gradients
+    if x.dim() > 3 and 1 in (len(x), *x.shape[2:]):  # the CPU kernel mixes up the strides of such gradients
         return torch.addcmul(per_channel(shift, x), x, per_channel(scale, x))
     # Some versions of torch refuse eps = 0; 0.75 + 0.25 is exactly one.
     return batch_norm(x, torch.zeros_like(scale), torch.full_like(scale, 0.75), scale, shift, training=False, eps=0.25)

@@ -162,7 +162,7 @@ def neural_spline(
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
-        mix: the layer before each of them: `none`, a learned linear map (`lu`), or `actnorm`.
+        mix: layer before each coupling or autoregressive layer: `none`, a learned linear map (`lu`), or `actnorm`.
         cond: what the networks are conditioned on.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
         generator: source of the initial rotations of `lu`.

@@ -18,6 +18,7 @@ from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanS
 from genmodels.flows.linear import Permute
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d, require_division
+from genmodels.nn.attention import Slots
 from genmodels.nn.attention_block import AttentionKind, Site
 from genmodels.nn.condition import Condition
 from genmodels.nn.dit import TokenTransformer
@@ -123,21 +124,21 @@ class MetaBlock(Bijection):
         if order is not None and not isinstance(order, Permute):
             raise ValueError(f"order must be Permute(index), got {type(order).__name__}")
         if order is not None and order.channels != self.length:
-            raise ValueError(f"order={order.index.tolist()} is of {order.channels} positions, not of the "
-                             f"{self.length or 'open length'} of {self.event_shape}")
+            raise ValueError(f"order={order.index.tolist()} permutes {order.channels} positions, but events of shape "
+                             f"{self.event_shape} have {self.length or 'an open length'}")
         self.read = order
         self.transform = MeanScale() if transform is None else transform
         if self.transform.channels not in (None, 1):
-            raise ValueError(f"{type(self).__name__}: the transform acts on tokens, of which each channel takes the "
-                             f"same, and was built for {self.transform.channels} channels: build it for 1")
+            raise ValueError(f"{type(self).__name__}: all channels of a token share the transform: build it for 1 "
+                             f"channel, not for {self.transform.channels}")
         self.exact_inverse = self.transform.exact_inverse
         start = self.transform.start(channels).flatten()
         self.net = TokenTransformer(
             channels, len(start), Site(1, None, dropout, causal=True), width=width, depth=depth, heads=heads,
             expansion=expansion, attention=attention, dropout=dropout,
         )  # fmt: skip
-        own = places and self.length is not None
-        self.places = nn.Parameter(0.01 * torch.randn(self.length, width)) if own else None
+        learned = places and self.length is not None
+        self.places = nn.Parameter(0.01 * torch.randn(self.length, width)) if learned else None
         self.num_classes, self.null_class = (None, False) if cond is None else (cond.size, null_class)
         self.classes = None if cond is None else nn.Embedding(cond.size + 1, width)
         self.register_buffer("start", start, persistent=False)
@@ -150,8 +151,8 @@ class MetaBlock(Bijection):
         """The position in the order of each value of the flattened event; None for an open length."""
         if self.length is None:
             return None
-        turns = torch.arange(self.length) if self.read is None else self.read.inverse_index
-        return (self.length - 1 - turns if self.reverse else turns).repeat(self.channels)
+        place = torch.arange(self.length) if self.read is None else self.read.inverse_index
+        return (self.length - 1 - place if self.reverse else place).repeat(self.channels)
 
     def out_shape(self, shape: Shape) -> Shape:
         if not fits(self.event_shape, shape):
@@ -161,7 +162,7 @@ class MetaBlock(Bijection):
     def _forward(self, x, cond, mask):
         if self.uses_cond:
             self.condition.require(cond, x)
-        tokens, valid = self._tokens(x), self._turned(mask)
+        tokens, valid = self._tokens(x), self._mask_in_order(mask)
         added = self._added(cond, tokens.shape[1])
         out = self.net(tokens[:, :-1], mask=None if valid is None else valid[..., :-1],  # none depends on the last
                        added=None if added is None else added[:, :-1])  # fmt: skip
@@ -171,51 +172,56 @@ class MetaBlock(Bijection):
     def _inverse(self, z, cond, mask):
         if self.uses_cond:
             self.condition.require(cond, z)
-        tokens, valid = self._tokens(z), self._turned(mask)
+        latents, valid = self._tokens(z), self._mask_in_order(mask)
         guided = self.uses_cond and self.decoding.guidance != 1
         if guided and not self.null_class:
             raise ValueError(f"{type(self).__name__}: guidance needs null_class=True")
-        rows = 2 if guided else 1
         if guided:
             cond = torch.cat([cond, torch.full_like(cond, self.classes.num_embeddings - 1)])
-        count = tokens.shape[1]
+        count = latents.shape[1]
         if count == 0:
             self.sweeps = 0
-            return z, self._volume(tokens, valid)
-        added, slots = self._added(cond, count), self.net.slots(count)
-        together = None if valid is None else valid.repeat(rows, 1, 1)
+            return z, self._volume(latents, valid)
+        added, caches = self._added(cond, count), self.net.slots(count)
         step = self.decoding.tokens or count
-        found, volume, self.sweeps = [], [], 0
+        blocks, log_derivatives, self.sweeps = [], [], 0
         for start in range(0, count, step):
             stop = min(start + step, count)
-            own = tokens[:, start:stop]
+            block = latents[:, start:stop]
             # The network takes the last position before the block, and all of the block but its last.
             first = max(start - 1, 0)
-            before = [found[-1][:, -1:]] if found else []
-            here = None if valid is None else valid[..., first:stop]
-            x = own
+            before = [blocks[-1][:, -1:]] if blocks else []
+            block_valid = None if valid is None else valid[..., first:stop]
+            x = block
             for _ in range(stop - start):
-                seen = torch.cat([*before, x[:, :-1]], dim=1)
-                out = own.new_zeros(rows * len(z), 0, len(self.start))
-                if seen.shape[1]:
-                    out = self.net.decode(
-                        seen.repeat(rows, 1, 1), slots, None if together is None else together[..., : stop - 1],
-                        None if added is None else added[:, first : stop - 1],
-                    ).to(z.dtype)  # fmt: skip
-                    self.sweeps += 1
-                if guided:
-                    of_class, of_none = out.chunk(2)
-                    out = torch.lerp(of_none, of_class, self.decoding.guidance)
-                params = self._params(out, own, here, len(found) > 0)
-                last, (x, log_derivative) = x, self.transform.inverse(own, params)
-                x = hide(x.mT, None if here is None else here[..., -own.shape[1] :]).mT
-                if self.decoding.tolerance and bool(((x - last).detach().abs() <= self.decoding.tolerance).all()):
+                out = self._decode(
+                    torch.cat([*before, x[:, :-1]], dim=1), guided, caches,
+                    None if valid is None else valid[..., : stop - 1],
+                    None if added is None else added[:, first : stop - 1],
+                )  # fmt: skip
+                params = self._params(out, block, block_valid, len(blocks) > 0)
+                previous, (x, log_derivative) = x, self.transform.inverse(block, params)
+                x = hide(x.mT, None if block_valid is None else block_valid[..., -block.shape[1] :]).mT
+                if self.decoding.tolerance and bool(((x - previous).detach().abs() <= self.decoding.tolerance).all()):
                     break
-            for room in slots:
-                room.filled = stop - 1
-            found.append(x)
-            volume.append(log_derivative)
-        return self._event(torch.cat(found, dim=1), z), self._volume(torch.cat(volume, dim=1), valid)
+            for cache in caches:
+                cache.filled = stop - 1
+            blocks.append(x)
+            log_derivatives.append(log_derivative)
+        return self._event(torch.cat(blocks, dim=1), z), self._volume(torch.cat(log_derivatives, dim=1), valid)
+
+    def _decode(
+        self, x: Tensor, guided: bool, caches: list[Slots], valid: Tensor | None, added: Tensor | None
+    ) -> Tensor:
+        """The network's output for the tokens that follow the cached ones; guided, from class and no class at once."""
+        if not x.shape[1]:
+            return x.new_zeros(len(x), 0, len(self.start))
+        self.sweeps += 1
+        if not guided:
+            return self.net.decode(x, caches, valid, added).to(x.dtype)
+        valid = None if valid is None else valid.repeat(2, 1, 1)
+        of_class, of_none = self.net.decode(x.repeat(2, 1, 1), caches, valid, added).to(x.dtype).chunk(2)
+        return torch.lerp(of_none, of_class, self.decoding.guidance)
 
     def _params(self, out: Tensor, tokens: Tensor, valid: Tensor | None, continued: bool = False) -> Tensor:
         """(B, P, N, C) parameters of tokens, each from the previous output; p_0 where no valid position comes before.
@@ -245,7 +251,7 @@ class MetaBlock(Bijection):
         tokens = tokens if self.read is None else tokens[:, self.read.inverse_index]
         return tokens.mT.reshape(like.shape)
 
-    def _turned(self, mask: Tensor | None) -> Tensor | None:
+    def _mask_in_order(self, mask: Tensor | None) -> Tensor | None:
         """The mask in the order of the layer."""
         if mask is not None and self.read is not None:
             raise ValueError(f"{type(self).__name__}: an order of {self.length} positions is for events without a mask")

@@ -15,11 +15,11 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, an, require_known
 from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
-from genmodels.core.random import KeyedGenerator, seed_of
+from genmodels.core.random import KeyedGenerator, reseed, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.core.tensors import event_size
 from genmodels.data.base import DataModule, OfLightning
-from genmodels.models.build import options_given
+from genmodels.models.build import construct, options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
 
 
@@ -52,9 +52,9 @@ class GenerativeModel(OfLightning, nn.Module):
     family = "model"
     #: Whether `trainer.compile=true` may compute float32 products in TF32; not if an inverse has to undo them.
     tolerates_tf32 = True
-    #: Whether it is conditioned on texts; other models are refused data with them.
+    #: Whether it is conditioned on texts; other models refuse data with texts.
     takes_text = False
-    #: Whether it may lead from another data set instead of noise; other models are refused such data.
+    #: Whether it can start from items of another data set instead of noise (`data=transport`); others refuse such data.
     takes_source = False
     #: Whether it generates samples of its data; a model that does not has `transcripts` to show during training.
     generates = True
@@ -64,13 +64,13 @@ class GenerativeModel(OfLightning, nn.Module):
     conditional = False
     #: Probability that training hides the class.
     cond_drop = 0.0
-    #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
+    #: The fields of `SamplingOptions` that it takes besides those that every model takes.
     sampling_options: tuple[str, ...] = ()
-    #: The values of its option `sampler`; empty if they are not restricted.
+    #: The allowed values of its option `sampler`; empty if any are.
     samplers: tuple[str, ...] = ()
     #: The default temperature of samples.
     default_temperature = 1.0
-    #: Why `trainer.strategy=fsdp` cannot spread its weights over the processes; see `sharded_networks`.
+    #: Why `trainer.strategy=fsdp` cannot shard its weights over the processes; see `sharded_networks`.
     needs_whole_weights = "its weights are also used outside of the networks that hold them"
     core: nn.Module
     _trainer = None  # Lightning's
@@ -80,12 +80,12 @@ class GenerativeModel(OfLightning, nn.Module):
         self._hparams: dict = {}
         spec.require(self.family, text=self.takes_text, source=self.takes_source)
         self.spec = spec
-        self.seed = self.batches_seen = 0  # the latter micro-batches of the whole run, in step on all processes
+        self.seed = self.batches_seen = 0  # `batches_seen` counts micro-batches of the run, the same on all processes
         self.figures: dict[str, float] = {}
         self.run_config: dict = {}
         self.decided: dict = {}
         self.finished = False
-        self.validated: Likelihood | None = None  # of the last validation, all items
+        self.validated: Likelihood | None = None  # of all items of the last validation
         self._pending: list[Likelihood] = []
         self.latest: tuple[Batch, Loss] | None = None
 
@@ -95,25 +95,26 @@ class GenerativeModel(OfLightning, nn.Module):
         return self._hparams
 
     def save_hyperparameters(self, **_) -> None:
-        """Called in a subclass' constructor, with the arguments of Lightning's method: keep its options."""
+        """Keep the options of a subclass; called in its constructor, like Lightning's method of this name."""
         self._hparams |= options_given(self, inspect.currentframe().f_back)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are; of a model without any, the CPU."""
+        """The device of the weights; the CPU for a model without weights."""
         return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
     def decide(self, **options) -> None:
-        """Called in a subclass' constructor: the values of options whose defaults depend on data and other options.
+        """Record options whose defaults depend on the data or on other options; called in a subclass' constructor.
 
-        They are saved with a run, so that it keeps its meaning when a default changes.
+        They are saved with a run, which so stays the same when a later version has other defaults.
         """
         self.decided |= options
         self.hparams.update(options)
 
     def finish_setup(self, optimizer: Optimizer | dict | None, ema_decay: float | list[float]) -> None:
-        """Called last in a subclass' constructor: the optimiser's options and the averages of `core`."""
-        self.optimizer_options = optimizer if isinstance(optimizer, Optimizer) else Optimizer(**(optimizer or {}))
+        """Set up the optimiser's options and the averages of `core`; called last in a subclass' constructor."""
+        given = isinstance(optimizer, Optimizer)
+        self.optimizer_options = optimizer if given else construct(Optimizer, **(optimizer or {}))
         decays = ema_decay if isinstance(ema_decay, list | tuple) else [ema_decay]
         self.ema = EMA(self.core, list(decays)) if any(decays) else None
 
@@ -135,7 +136,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
         Arguments:
             n: how many.
-            cond: class, classes (cycled), or None for every class in turn; of a text its speaker.
+            cond: class, classes (cycled), or None for every class in turn; for texts the speaker.
             temperature: factor on the standard deviation of all noise; None for `default_temperature`.
             seed: sample k of a seed depends on (seed, k) alone.
             options: `start`, `weights`, and those of `SamplingOptions` that this model's `sampling_options` name.
@@ -144,17 +145,17 @@ class GenerativeModel(OfLightning, nn.Module):
             InputError: for an option that this model does not take, or a value that it refuses.
         """
         self.require_options(options)
-        asked = SamplingOptions(n=n, cond=cond, temperature=temperature, seed=seed, **options)
-        asked.require_levels(self.spec.levels)
-        return self.draw(asked.with_default(temperature=self.default_temperature if asked.known is None else 1.0))
+        request = SamplingOptions(n=n, cond=cond, temperature=temperature, seed=seed, **options)
+        request.require_levels(self.spec.levels)
+        return self.draw(request.with_default(temperature=self.default_temperature if request.known is None else 1.0))
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """The samples of `sample`, with checked options; defined by a family."""
+        """The samples that `sample` returns, for options that it has checked; defined by a family."""
         raise NotImplementedError
 
     @classmethod
     def own_options(cls) -> list[str]:
-        """The names of its sampling options, without `n`, `start` and `weights`, which every model takes."""
+        """The names of the sampling options, without `n`, `start` and `weights`, which every model takes."""
         if cls.sample is GenerativeModel.sample:
             return ["cond", "temperature", "seed", *cls.sampling_options]
         every = ("self", "n", "start", "weights")
@@ -182,7 +183,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
     @torch.no_grad()
     def start_from(self, other: GenerativeModel) -> None:
-        """Take over the averaged weights of a trained model, in the averages too.
+        """Copy the averaged weights of a trained model, into the averages too.
 
         Raises:
             InputError: for a model of another class, of other sizes, or of texts in other symbols.
@@ -198,7 +199,7 @@ class GenerativeModel(OfLightning, nn.Module):
                 continue
             there, here = (tuple(some[name].shape) if name in some else "absent" for some in (theirs, own))
             if there != here:
-                raise InputError(f"{name} is {there} there and {here} here: give the options of that model")
+                raise InputError(f"{name} has shape {there} there and {here} here: give the options of that model")
         for core in (self.core, *(() if self.ema is None else self.ema.averages)):
             core.load_state_dict(theirs)
 
@@ -216,7 +217,7 @@ class GenerativeModel(OfLightning, nn.Module):
         return {}
 
     def pictures(self) -> dict[str, Image.Image]:
-        """Further pictures of this model by name, drawn together with samples."""
+        """Further pictures of this model by name, drawn during training whenever samples are."""
         return {}
 
     def weights(self, which: str | float = "ema") -> nn.Module:
@@ -224,7 +225,7 @@ class GenerativeModel(OfLightning, nn.Module):
         if which == "raw" or (which == "ema" and self.ema is None):
             return self.core
         if self.ema is None:
-            raise InputError("this model keeps no averaged weights: use ema=raw")
+            raise InputError("this model keeps no averaged weights: leave weights= (on the command line ema=) out")
         try:
             decay = None if which == "ema" else float(which)
         except (TypeError, ValueError):
@@ -246,7 +247,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
     @property
     def modelled(self) -> DataSpec:
-        """The data of its likelihoods; for a recogniser those are the texts."""
+        """The data whose likelihood it has; for a recogniser the texts."""
         return self.spec
 
     @property
@@ -255,7 +256,7 @@ class GenerativeModel(OfLightning, nn.Module):
         return self.spec.num_classes if self.conditional else None
 
     def _given(self, batch: Batch, weights: str | float) -> dict:
-        """How a likelihood of the batch was found: by which weights, and whether the classes were given."""
+        """Entries of `Likelihood.made`: the weights, and whether the classes were given."""
         of_class = self.conditional and batch.cond is not None
         return {"weights": str(weights)} | ({"given": "class"} if of_class else {})
 
@@ -267,12 +268,12 @@ class GenerativeModel(OfLightning, nn.Module):
         """Raise InputError for no class where training always gave it, or outside training for labels of no class."""
         if cond is None and self.conditional and not self.has_null_class:
             raise InputError("this model was trained with cond_drop=0 and always needs a class: give cond")
-        if isinstance(cond, Tensor) and self.conditional and not self.training:  # where the data module has not checked
+        if isinstance(cond, Tensor) and self.conditional and not self.training:  # data modules check training data
             for wrong in cond[(cond < 0) | (cond >= self.num_classes + self.has_null_class)]:
                 self.spec.classes_named(wrong)
 
     def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
-        """Called in a subclass' constructor: condition on the class where the data have classes.
+        """Condition on the class where the data have classes; called in a subclass' constructor.
 
         Raises:
             ValueError: for a probability `cond_drop` of hiding the class that is not in [0, 1).
@@ -294,7 +295,7 @@ class GenerativeModel(OfLightning, nn.Module):
         return torch.where(hidden, self.num_classes, cond)
 
     def no_likelihood(self, batch: Batch, reason: str, weights: str | float) -> Likelihood:
-        """The answer of a model without a likelihood: NaN for each item, and the reason."""
+        """The result of a model without a likelihood: NaN for each item, and the reason."""
         nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
         made = {"estimate": "none", "reason": reason, "weights": str(weights)}
         return Likelihood(nats, "unnormalised", event_size(batch.x, batch.mask).long(), self.spec.levels, None, made,
@@ -333,7 +334,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One micro-batch: the loss under keyed noise; dropout is reseeded by a key at every step."""
-        torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen))
+        reseed(seed_of(self.seed, "dropout", self.batches_seen), self.device)
         try:
             loss = self.loss(batch, self.training_generator(len(batch)))
         except torch.linalg.LinAlgError as error:
@@ -349,18 +350,17 @@ class GenerativeModel(OfLightning, nn.Module):
     def on_before_optimizer_step(self, optimizer) -> None:
         """Clip the gradient; stop before a non-finite one reaches the weights."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        clip = self.optimizer_options.clip
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf")))
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.optimizer_options.clip or float("inf")))
         if not torch.isfinite(norm):
             raise RunError(explain_nonfinite(self, *self.latest))
         self.log("train/gradient_norm", norm)
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
 
     def optimizer_step(self, *args, **kwargs) -> None:
-        """The optimiser's step, then the averages'."""
+        """The optimiser's step, then an update of the averages."""
         super().optimizer_step(*args, **kwargs)
         if self.ema is not None:
-            self.ema.update(self.core, self.trainer.global_step)  # which this step is not counted in yet
+            self.ema.update(self.core, self.trainer.global_step)  # which does not count this step yet
 
     def configure_optimizers(self):
         """Optimiser and schedule for the steps of this run."""
@@ -369,10 +369,10 @@ class GenerativeModel(OfLightning, nn.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the rate for the length of this run; that in a checkpoint is for the length which the run had then."""
-        rule = self.lr_schedulers()  # in a search for a learning rate another one, without `lr_lambdas`
-        for number, factor in enumerate(getattr(rule, "lr_lambdas", ())):
-            rule.optimizer.param_groups[number]["lr"] = rule.base_lrs[number] * factor(rule.last_epoch)
+        """Set the learning rate for the length of this run, which may have changed since a checkpoint was written."""
+        scheduler = self.lr_schedulers()  # that of Lightning's learning-rate finder has no `lr_lambdas`
+        for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
+            scheduler.optimizer.param_groups[number]["lr"] = scheduler.base_lrs[number] * factor(scheduler.last_epoch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of a validation batch under the averaged weights, keyed by item."""
@@ -385,7 +385,7 @@ class GenerativeModel(OfLightning, nn.Module):
         self.log_validation(result)
 
     def log_validation(self, result: Likelihood) -> None:
-        """Log one number, bits/dim, or nats for continuous data (of sequences: per dimension), then its parts."""
+        """Log bits/dim, or for continuous data nats (of sequences per dimension), then the parts of a bound."""
         spec = self.modelled
         if spec.mel is not None:
             name, value = "val/nll_per_dim", result.mean_nll_per_dim()

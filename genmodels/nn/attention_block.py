@@ -179,7 +179,8 @@ class SpatialAttention(nn.Module):
         heads: number of heads; must divide the channels.
 
     Shapes: `x (B, C, *space)` to the same; `mask (B, 1, *1 or space)` bool, True = valid: invalid positions are not
-    attended to. Errors: ValueError when `heads` does not divide `channels`.
+    attended to.
+    Errors: ValueError when `heads` does not divide `channels`.
     Source: DDPM (Ho et al. 2020), appendix B.
 
     Example:
@@ -195,7 +196,7 @@ class SpatialAttention(nn.Module):
             raise ValueError(f"heads = {heads} does not divide {channels} channels: use one of {legal}")
         self.heads = heads
         self.norm = GroupNorm(channels)
-        # No bias: that of the keys has no effect on a softmax, and those of queries and values are in the norm.
+        # No bias: a bias of the keys has no effect on a softmax, and the norm's bias serves queries and values.
         self.project_in = nn.Linear(channels, 3 * channels, bias=False)
         self.project_out = zeroed(nn.Linear(channels, channels))
 
@@ -274,8 +275,8 @@ def _swin(dim: int, heads: int, site: Site) -> Position:
 
 def _mel(dim: int, heads: int, site: Site) -> Position:
     if site.space is None:
-        raise ValueError("attention = 'mel' has one bias for each pair of frequency bands, and a network for maps of "
-                         "any height does not know how many: use rope2d")  # fmt: skip
+        raise ValueError("attention = 'mel' has one bias for each pair of frequency bands, and this network takes maps "
+                         "of any height: use rope2d")  # fmt: skip
     return MelPosition(dim, heads, n_freq=site.space[0], time=Rotary(dim, heads))
 
 
@@ -300,8 +301,8 @@ def _mel(dim: int, heads: int, site: Site) -> Position:
 #:   local_dense    weights over 15 neighbours, computed from each position; linear
 #:   additive, scaled_dot   scores of a decoder, as self-attention; additive takes a hidden layer for each pair
 #:   location   additive, with features of the last and of all earlier weights, sequential; `location_previous`:
-#:              without those of all earlier weights
-#:   hard       the key with the largest score; its gradient in training is that of the softmax
+#:              without the sum of all earlier weights
+#:   hard       the key with the largest score; trained with the gradient of the softmax
 #:   local_monotonic    a Gaussian window that every position moves forward
 ATTENTION: dict[str, Kind] = {
     "none": Kind(None),
@@ -346,10 +347,10 @@ def check_kind(attention: str, dims: int) -> None:
                          f"{hint(attention, legal, ';')}")
 
 
-def check_heads(attention: str | None, heads: int | None, usual: int | None) -> None:
-    """Raise ValueError for a number of heads, other than the usual one, without an attention."""
+def check_heads(attention: str | None, heads: int | None, default: int | None) -> None:
+    """Raise ValueError if the number of heads was changed from its default although there is no attention."""
     if attention == "none":
-        only_for("an attention block", heads=(heads, usual))
+        only_for("an attention block", heads=(heads, default))
 
 
 def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Module | None:

@@ -27,7 +27,7 @@ def group_count(channels: int) -> int:
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation with a learned scale and shift, or those of a condition.
+    """Group normalisation with a learned scale and shift, or with the scale and shift of a condition.
 
         y = (x - mean_g) / sqrt(var_g + eps) * a + b,   (a, b) learned, or (1 + scale, shift) given per example
 
@@ -152,7 +152,7 @@ class ResidualBlock(nn.Module):
         y = skip(x) + conv_2(dropout(silu(norm_2(h) (1 + scale) + shift))),   h = conv_1(silu(norm_1(x)))
 
     conv_2 is zero at the start; the skip is the identity, or a 1x1 convolution when the channels change. Scale and
-    shift are inputs, since one linear layer computes those of all blocks.
+    shift are inputs, since one linear layer computes them for all blocks.
 
     Arguments:
         dims: 1 or 2 spatial dimensions.

@@ -102,7 +102,7 @@ class Conditioning(nn.Module):
         widths: channels of the layers.
         conditioning: `concat` or `film`.
         dims: spatial dimensions of the network, 0 for vectors.
-        kernel_size: kernel of the convolution of a map under `concat`, that of the first layer.
+        kernel_size: kernel of the convolution of a map under `concat`, as in the first layer.
         everywhere: whether `concat` acts on all layers and not only the first.
 
     Shapes: `cond` as the condition says, `x (B, C, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result
@@ -208,7 +208,7 @@ class Net(nn.Module):
 
     Shapes: `x (B, in_channels, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result is
     `(B, out_channels, *space)`, zero outside the mask.
-    Errors: ValueError for x of another shape, and those of `Conditioning` and the attention.
+    Errors: ValueError for x of another shape; see also `Conditioning` and the attention.
     """
 
     def __init__(

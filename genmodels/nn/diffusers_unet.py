@@ -85,10 +85,10 @@ def from_diffusers(model: UNet2DModel) -> UNet:
         for ours, theirs in _pairs(unet, model, SpatialAttention):
             _copy(ours.norm, theirs.group_norm)
             ours.project_in.weight.copy_(torch.cat([theirs.to_q.weight, theirs.to_k.weight, theirs.to_v.weight]))
-            moved = _moved(theirs.to_q)
-            ours.norm.bias += moved
+            shift = _shift_for_bias(theirs.to_q)
+            ours.norm.bias += shift
             ours.project_out.weight.copy_(theirs.to_out[0].weight)
-            values = theirs.to_v.bias - theirs.to_v.weight @ moved
+            values = theirs.to_v.bias - theirs.to_v.weight @ shift
             ours.project_out.bias.copy_(theirs.to_out[0].bias + theirs.to_out[0].weight @ values)
         for ours, theirs in _plain(unet, model):
             _copy(ours, theirs)
@@ -143,13 +143,13 @@ def _configuration(unet: UNet) -> dict[str, Any]:
 
 def _unet(config: Any) -> UNet:
     """A U-Net for the settings of a UNet2DModel."""
-    usual = {
+    required = {
         "resnet_time_scale_shift": "scale_shift", "time_embedding_type": "positional", "time_embedding_dim": None,
         "freq_shift": 0, "flip_sin_to_cos": True, "center_input_sample": False, "downsample_padding": 1,
         "downsample_type": "conv", "upsample_type": "conv", "mid_block_type": "UNetMidBlock2D",
         "mid_block_scale_factor": 1, "act_fn": "silu", "norm_eps": 1e-5, "class_embed_type": None,
     }  # fmt: skip
-    for name, value in usual.items():
+    for name, value in required.items():
         if config[name] != value:
             raise InputError(f"no U-Net is this UNet2DModel: it has {name}={config[name]}, not {value}")
     widths, kinds = list(config.block_out_channels), list(config.down_block_types)
@@ -203,8 +203,8 @@ def _plain(unet: UNet, model: UNet2DModel) -> list[tuple[nn.Module, nn.Module]]:
             *zip([s.conv for s in unet.up_samples], up, strict=True)]
 
 
-def _moved(query: nn.Linear) -> Tensor:
-    """d with W_q d = b_q."""
+def _shift_for_bias(query: nn.Linear) -> Tensor:
+    """The shift d of the inputs that equals the bias of the queries, W_q d = b_q."""
     weight, bias = query.weight.double(), query.bias.double()
     found = torch.linalg.lstsq(weight, bias[:, None]).solution[:, 0]
     if float((weight @ found - bias).abs().max()) > 1e-9 * max(1.0, float(bias.abs().max())):

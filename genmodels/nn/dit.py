@@ -207,16 +207,16 @@ class TokenTransformer(nn.Module):
         """The output for new tokens of a causal sequence, without condition; see `Attention.decode`."""
         h = self.enter(x)
         h = h if added is None else h + added
-        for block, room in zip(self.blocks, slots, strict=True):
-            h = block.decode(h, room, mask)
+        for block, cache in zip(self.blocks, slots, strict=True):
+            h = block.decode(h, cache, mask)
         return self.leave(self.norm(h))
 
 
 class Places(nn.Module):
-    """A learned vector for each token of a map, zero at the start; rows and columns beyond it have those of the last.
+    """A learned position embedding for each token of a map, zero at the start; larger maps repeat the last row, column.
 
-    Relative positions alone give every token of a constant map, such as one of masks or of noise without signal, the
-    same output: what is usual at one place, a black border, could not be learned.
+    With relative positions alone every token of a constant map, such as one of mask tokens, has the same output, so
+    that the network could not learn what is typical of a place, such as a black border.
 
     Arguments:
         width: width of the tokens.
@@ -243,7 +243,7 @@ class Places(nn.Module):
         return self.table[None, :, rows[:, None], columns]
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
-        """Checkpoints of former versions have none, which is the same as zeros."""
+        """Checkpoints of earlier versions have no table, which is the same as zeros."""
         state_dict.setdefault(f"{prefix}table", torch.zeros_like(self.table))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -274,10 +274,10 @@ class DiT(nn.Module):
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
-        extra_channels: further input channels after those of the event.
+        extra_channels: further input channels after the event's own.
         two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         size: depth, width and heads by their published name; None for a small one of 4, 128 and 4.
-        depth: number of blocks; None for that of the size, as for the next two.
+        depth: number of blocks; None takes it from `size`, as do the next two.
         width: width of the tokens.
         heads: heads of each attention.
         patch: positions along every side of a patch.
@@ -322,12 +322,12 @@ class DiT(nn.Module):
         dims = len(space)
         if dims not in (1, 2):
             raise ValueError(f"the DiT takes events (C, T) or (C, H, W), got {tuple(event_shape)}: use the MLP")
-        at_least(1, patch=patch)
         if size is not None:
             one_of("size", size, SIZES)
         published = SIZES.get(size, _SMALL)
-        depth, width, heads = (own if given is None else given
-                               for own, given in zip(published, (depth, width, heads), strict=True))  # fmt: skip
+        depth, width, heads = (default if given is None else given
+                               for default, given in zip(published, (depth, width, heads), strict=True))  # fmt: skip
+        at_least(1, patch=patch, depth=depth, width=width, heads=heads)
         self.dims, self.patch, self.in_channels = dims, patch, channels + extra_channels
         self.embedding = ConditionEmbedding(256, width, width, num_classes, two_times)
         grid = None if dims == 1 else tuple(-(-n // patch) for n in space)
@@ -346,14 +346,14 @@ class DiT(nn.Module):
             check_frames(mask)
         patches = patchify(hide(x, mask), self.patch)
         grid = tuple(patches.shape[2:])
-        tokens = self._turned(patches).flatten(2).transpose(1, 2)
-        added = None if self.places is None else self._turned(self.places(grid)).flatten(2).transpose(1, 2)
+        tokens = self._transposed(patches).flatten(2).transpose(1, 2)
+        added = None if self.places is None else self._transposed(self.places(grid)).flatten(2).transpose(1, 2)
         y = self.transformer(tokens, self.embedding(log_snr, cond), self._valid(mask, grid), grid, added)
-        y = self._turned(y.transpose(1, 2).unflatten(2, grid if self.by_row else grid[::-1]))
+        y = self._transposed(y.transpose(1, 2).unflatten(2, grid if self.by_row else grid[::-1]))
         return hide(unpatchify(y, self.patch, tuple(x.shape[2:])), mask).to(x.dtype)
 
-    def _turned(self, x: Tensor) -> Tensor:
-        """Transposes a map for mechanisms of sequences; its own inverse."""
+    def _transposed(self, x: Tensor) -> Tensor:
+        """The map, transposed for mechanisms of sequences; its own inverse."""
         return x if self.by_row else x.transpose(2, 3)
 
     def _valid(self, mask: Tensor | None, grid: tuple[int, ...]) -> Tensor | None:
@@ -363,22 +363,22 @@ class DiT(nn.Module):
         valid = pad(mask, (0, -mask.shape[2] % self.patch)).unflatten(2, (-1, self.patch)).any(3)
         if self.dims == 1:
             return valid
-        return self._turned(valid[:, :, None].expand(-1, 1, *grid)).flatten(2)
+        return self._transposed(valid[:, :, None].expand(-1, 1, *grid)).flatten(2)
 
 
 class CausalTransformer(nn.Module):
-    """The probabilities of every token given those before it: a causal transformer.
+    """A causal transformer: the log-probabilities of every token given the tokens before it.
 
         log p(x_i | x_1, ..., x_{i-1}) = log_softmax(W h_{i-1})_{x_i},    h_0, h_1, ... = transformer(start, x_1, ...)
 
     Arguments:
         levels: V, the number of tokens; token V is the start.
-        channels, heads, hidden, dropout: of the layers.
+        channels, heads, hidden, dropout: see `TransformerLayer`.
         depth: number of layers.
         attention: one with a causal form: `rope`, `xl`, `shaw`, `music`, `t5`, `alibi` or `plain`.
 
     Shapes: `tokens (B, L)` int64; the result is `(B, L, V)`.
-    Errors: those of `TransformerLayer`.
+    Errors: as for `TransformerLayer`.
     Source: Vaswani et al. 2017, section 3; rotary positions: Su et al. 2021.
 
     Example:
@@ -404,7 +404,7 @@ class CausalTransformer(nn.Module):
         h = self.embedding(pad(tokens[:, :-1], (1, 0), value=self.levels)).mT
         for layer in self.layers:
             h = layer(h)
-        return self._log_probs(h)[:, : tokens.shape[1]]  # of no tokens none
+        return self._log_probs(h)[:, : tokens.shape[1]]  # without tokens the start token alone has an output
 
     def extend(self, tokens: Tensor, state: tuple[Cache, ...] | None = None) -> tuple[Tensor, tuple[Cache, ...]]:
         """log p `(B, n, V)` of the token after each of n new ones, and the state for those that follow.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_heads
 from genmodels.nn.blocks import CONVOLUTION, GroupNorm, check_channels, run
@@ -90,7 +90,7 @@ class EnergyMLP(nn.Module):
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise InputError(f"hidden = {list(hidden)} must list the widths of at least one layer")
-        if input_gain <= 0:
+        if not input_gain > 0:
             raise InputError(f"input_gain must be positive, got {input_gain}")
         self.event_shape, self.checkpointing = tuple(event_shape), checkpointing
         widths = [math.prod(event_shape), *hidden]
@@ -105,7 +105,7 @@ class EnergyMLP(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         _check_event(self, x, cond)
-        energy = _through(self, x).squeeze(1)
+        energy = _apply_body(self, x).squeeze(1)
         return energy if self.confinement is None else energy + self.confinement(x)
 
     def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +175,7 @@ class EnergyConv(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         _check_channels(self, x, cond)
-        x, energy = (x, _through(self, x)) if mask is None else self._masked(x, mask)
+        x, energy = (x, _apply_body(self, x)) if mask is None else self._masked(x, mask)
         energy = energy.squeeze(1)
         return energy if self.confinement is None else energy + self.confinement(x)
 
@@ -208,13 +208,13 @@ def _masked_stage(stage: nn.Sequential, h: Tensor, mask: Tensor) -> Tensor:
 
 
 def _stages(body: nn.Sequential) -> list[nn.Module]:
-    """The units that are checkpointed: a linear layer with its activation, or the stages of `EnergyConv`."""
+    """The units that are checkpointed: each linear layer with its activation, or each stage of `EnergyConv`."""
     if isinstance(body[0], nn.Sequential):
         return list(body)
     return [body[:3], *(body[k : k + 2] for k in range(3, len(body), 2))]
 
 
-def _through(network: EnergyMLP | EnergyConv, x: Tensor) -> Tensor:
+def _apply_body(network: EnergyMLP | EnergyConv, x: Tensor) -> Tensor:
     for stage in _stages(network.body):
         x = run(stage, x, again=network.checkpointing)
     return x
@@ -313,15 +313,10 @@ class UNetEnergy(nn.Module):
         return energy if self.confinement is None else energy + self.confinement(x)
 
 
-def _residual(x: Tensor, f: Tensor) -> Tensor:
-    return 0.5 * (x - f).square().flatten(1).sum(1)
-
-
-def _product(x: Tensor, f: Tensor) -> Tensor:
-    return (x * f).flatten(1).sum(1)
-
-
-_FORMS = {"residual": _residual, "product": _product}
+_FORMS = {
+    "residual": lambda x, f: 0.5 * (x - f).square().flatten(1).sum(1),
+    "product": lambda x, f: (x * f).flatten(1).sum(1),
+}
 
 
 class DeepKernelEnergy(nn.Module):
@@ -343,6 +338,7 @@ class DeepKernelEnergy(nn.Module):
         ridge: weight of |alpha|^2/2 in the linear system, at the start; learned.
 
     Shapes: `x (B, D)` to `(B,)`; `alpha (L,)`.
+    Errors: ValueError for events that are no vectors, numbers below 1, scales or a ridge that are not positive.
     Source: Wenliang et al. 2019, "Learning deep kernels for exponential family densities"; Song et al. 2019,
         section 5.1.
 
@@ -366,6 +362,9 @@ class DeepKernelEnergy(nn.Module):
         super().__init__()
         if len(event_shape) != 1:
             raise ValueError(f"a deep kernel takes vectors (D,), got events of shape {tuple(event_shape)}")
+        at_least(1, inducing=inducing, hidden=hidden, depth=depth)
+        if not scales or not all(value > 0 for value in (*scales, ridge)):
+            raise ValueError(f"scales = {list(scales)} and ridge = {ridge} must be positive, with at least one scale")
         self.event_shape, (dims,) = tuple(event_shape), event_shape
         layers: list[nn.Module] = []
         for i in range(depth):
@@ -399,27 +398,27 @@ class DeepKernelEnergy(nn.Module):
 
     def kernel_jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(k_l, v . grad k_l, v^T (Hess k_l) v) for all inducing points, each (B, L)."""
-        value, slope, bend = self.kernel_jets(x, v[None])
-        return value, slope[0], bend[0]
+        value, slope, curvature = self.kernel_jets(x, v[None])
+        return value, slope[0], curvature[0]
 
     def kernel_jets(self, x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same for M directions (M, B, D) at once: k_l (B, L), and the two derivatives, each (M, B, L).
 
         With q = |phi(x + t v) - phi(z)|^2 and k = exp(-c q):  q' = 2 (phi - phi_z) . phi',
-        q'' = 2 |phi'|^2 + 2 (phi - phi_z) . phi'',  k' = -c q' k,  k'' = ((c q')^2 - c q'') k. The sums of k, c k and
-        c^2 k over the widths of the kernels are all that the directions need of them.
+        q'' = 2 |phi'|^2 + 2 (phi - phi_z) . phi'',  k' = -c q' k,  k'' = ((c q')^2 - c q'') k. All directions share
+        the sums of k, c k and c^2 k over the widths of the kernels.
         """
         count = len(directions)
         deep = propagate(self.features, Jet.line(x.repeat(count, 1), directions.flatten(0, 1))).triple()
         first, second = deep[1] + self.skip(directions.flatten(0, 1)), deep[2]
         value, centres = _centred(deep[0] + self.skip(x).repeat(count, 1), self._phi(self.points))  # (M B, hidden)
         slope = 2 * ((value * first).sum(1, keepdim=True) - first @ centres.T)
-        bend = 2 * (first.square() + value * second).sum(1, keepdim=True) - 2 * second @ centres.T
-        slope, bend = slope.view(count, len(x), -1), bend.view(count, len(x), -1)
+        curvature = 2 * (first.square() + value * second).sum(1, keepdim=True) - 2 * second @ centres.T
+        slope, curvature = slope.view(count, len(x), -1), curvature.view(count, len(x), -1)
         squared = _squared_distance(value[: len(x)], centres)
         kernel = [(rho * torch.exp(-c * squared), c) for rho, c in self._kernels()]
         once, twice = sum(c * k for k, c in kernel), sum(c.square() * k for k, c in kernel)
-        return sum(k for k, _ in kernel), -slope * once, slope.square() * twice - bend * once
+        return sum(k for k, _ in kernel), -slope * once, slope.square() * twice - curvature * once
 
     def _phi(self, x: Tensor) -> Tensor:
         return self.features(x) + self.skip(x)

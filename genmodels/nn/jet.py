@@ -125,9 +125,9 @@ class _ActivationJet(torch.autograd.Function):
         out = stack.new_empty(3 * batch, *stack.shape[1:])
         out[:batch] = value
         torch.mul(d1, first, out=out[batch : 2 * batch])
-        bend = torch.mul(d2.mul_(first), first, out=out[2 * batch :])
+        curvature = torch.mul(d2.mul_(first), first, out=out[2 * batch :])
         if second:
-            bend.addcmul_(d1, second[0])
+            curvature.addcmul_(d1, second[0])
         return out
 
     @staticmethod
@@ -140,14 +140,14 @@ class _ActivationJet(torch.autograd.Function):
         _, d1, d2, d3 = ctx.derivatives(a, value=False, third=True)
         out = torch.empty_like(stack)
         # d/da = g0 f' + g1 f'' a' + g2 (f''' a'^2 + f'' a''),  d/da' = g1 f' + 2 g2 f'' a',  d/da'' = g2 f'
-        turn = g2 * first
-        bend = d3.mul_(first).mul_(turn)  # g2 f''' a'^2
-        inner = g1 * first
+        g2_first = g2 * first
+        of_third = d3.mul_(first).mul_(g2_first)  # g2 f''' a'^2
+        of_second = g1 * first  # the factor of f''
         if second:
-            inner.addcmul_(g2, second[0])
+            of_second.addcmul_(g2, second[0])
             torch.mul(g2, d1, out=out[2 * batch :])
-        torch.addcmul(bend, d2, inner, out=out[:batch]).addcmul_(d1, g0)
-        torch.mul(g1, d1, out=out[batch : 2 * batch]).addcmul_(d2, turn, value=2)
+        torch.addcmul(of_third, d2, of_second, out=out[:batch]).addcmul_(d1, g0)
+        torch.mul(g1, d1, out=out[batch : 2 * batch]).addcmul_(d2, g2_first, value=2)
         return out, None, None
 
 
@@ -164,12 +164,9 @@ def _silu(a: Tensor, *, value: bool, third: bool):
     s = torch.sigmoid(a)
     f = a * s
     d1 = torch.addcmul(s + f, f, s, value=-1)
-    slope = torch.addcmul(s, s, s, value=-1)  # s (1 - s)
-    tilt = torch.addcmul(a, a, s, value=-2)  # a (1 - 2 s)
-    d3 = None
-    if third:
-        d3 = torch.addcmul(a.add(3), a, slope, value=-6).sub_(s, alpha=6).mul_(slope)
-    return f if value else None, d1, tilt.add_(2).mul_(slope), d3
+    p = torch.addcmul(s, s, s, value=-1)
+    d3 = torch.addcmul(a.add(3), a, p, value=-6).sub_(s, alpha=6).mul_(p) if third else None
+    return f if value else None, d1, torch.addcmul(a, a, s, value=-2).add_(2).mul_(p), d3
 
 
 def _tanh(a: Tensor, *, value: bool, third: bool):
@@ -258,8 +255,7 @@ def smooth_activation(name: str) -> nn.Module:
 def require_independent(network: nn.Module) -> None:
     """Refuses layers that mix the examples of a batch, and dropout.
 
-    The gradient of the summed energy is that of each example's energy only without mixing, and a function of x only
-    without dropout.
+    Otherwise the gradient of the summed energy would not be the gradient of each example's energy, or would be random.
 
     Errors: InputError naming the layer.
 

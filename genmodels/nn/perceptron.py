@@ -179,7 +179,7 @@ class MADE(Net):
         params_per_dim: number of outputs P for each dimension.
         hidden: width of the hidden layers.
         depth: number of hidden layers, or of residual blocks of two layers each.
-        residual: whether the layers are those of a residual perceptron (see `ResidualMLP`).
+        residual: whether the layers form residual blocks (see `ResidualMLP`).
         order: place of each dimension in the order, a permutation of 0 .. D - 1; the first depends on nothing.
         activation, dropout, cond, conditioning: see `MLP`.
 
@@ -222,7 +222,7 @@ class MADE(Net):
         degrees, inner = self.order + 1, hidden_degrees(features, hidden, self.uses_cond)
         self.ends = torch.searchsorted(inner, torch.arange(features), right=True).tolist()  # units up to each degree
         self.stem = MaskedLinear(inner[:, None] >= degrees)
-        self.stem.weight.requires_grad_(features > 1)  # of a single dimension it is masked whole
+        self.stem.weight.requires_grad_(features > 1)  # with a single dimension all of it is masked
         self.layers = nn.ModuleList(
             MaskedLinear(inner[:, None] >= inner) for _ in range(2 * depth if residual else depth - 1)
         )
@@ -261,7 +261,7 @@ class MADE(Net):
         x, inputs, start = like[:, :0], [like.new_zeros(len(like), 0) for _ in range(len(weights) + 1)], 0
 
         def units(number: int, entering: Tensor, modulation: Modulation = None) -> Tensor:
-            """The units of this turn behind a layer, whose inputs `entering` are new."""
+            """The units of this turn after layer `number`, for which `entering` are new inputs."""
             inputs[number] = torch.cat([inputs[number], entering], 1)
             h = linear(inputs[number], weights[number][start:end, :end], self.layers[number].bias[start:end])
             return modulate(h, _part(modulation, start, end))

@@ -31,7 +31,7 @@ class TransformerLayer(nn.Module):
         window: largest distance with relative vectors, for the kinds of Shaw; None for their default, 4 or 16.
         dropout: probability of dropping a value, or an attention weight where the kind has dropout.
         attention: entry of `ATTENTION` for sequences, `none` for none.
-        causal: whether the attention is to the past alone; with a kernel of one position the layer is.
+        causal: whether the attention sees only the past; the whole layer does if `kernel_size` is 1 too.
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: the result is zero outside it.
     Errors: ValueError for an even kernel, heads that do not divide the channels, an unknown attention, a window for an
@@ -81,7 +81,7 @@ class TransformerLayer(nn.Module):
     def extend(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """The output for new positions of a sequence, and the new cache; `cache` is None at the beginning.
 
-        For a kernel of one position, and an attention with a cache.
+        Only with `kernel_size` 1 and an attention that has a cache.
         """
         rows = self.norm_1(x).transpose(1, 2)
         y, cache = self.attention(rows, cache=self.attention.empty_cache(rows) if cache is None else cache)
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid; padding has no influence, and the result is
     zero there.
-    Errors: ValueError for x of other channels, and those of `TransformerLayer`.
+    Errors: ValueError for x with other channels; see also `TransformerLayer`.
     Source: Kim et al. 2020, "Glow-TTS", appendix A.1: 192 channels, 6 layers, 2 heads, window 4.
 
     Example:
@@ -349,7 +349,7 @@ class SpeechEncoder(nn.Module):
 
     Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / subsampling))` with the mask of these; padding
         has no influence.
-    Errors: ValueError for another factor, and those of the layers.
+    Errors: ValueError for another factor; see also the layers.
     Source: transformer layers: Dong et al. 2018 (Speech-Transformer); conformer layers: Gulati et al. 2020; chunks with
         relative positions: Dai et al. 2019 (Transformer-XL).
 
@@ -378,16 +378,16 @@ class SpeechEncoder(nn.Module):
         if subsampling not in (2, 4):
             raise ValueError(f"subsampling must be 2 or 4, got {subsampling}")
         self.channels, self.subsampling, self.checkpointing = channels, subsampling, checkpointing
-        own = {"hidden": hidden, "dropout": dropout, "attention": attention}
+        shared = {"hidden": hidden, "dropout": dropout, "attention": attention}
         self.front = Subsampling(n_mels, channels, subsampling)
         self.layers = nn.ModuleList(
-            ConformerLayer(channels, heads, convolution=convolution, **own) if convolution
-            else TransformerLayer(channels, heads, kernel_size=1, **own) for _ in range(depth)
+            ConformerLayer(channels, heads, convolution=convolution, **shared) if convolution
+            else TransformerLayer(channels, heads, kernel_size=1, **shared) for _ in range(depth)
         )
         self.norm = ChannelNorm(channels)
 
     def frames(self, frames: Tensor) -> Tensor:
-        """The number of frames of h, from that of mels."""
+        """The number of frames of h, from the number of frames of a mel."""
         return -(-frames // self.subsampling)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -415,7 +415,7 @@ class SpeechEncoder(nn.Module):
             ValueError: for an attention that is not streamable, or frames after a piece that was not of whole chunks.
         """
         if self.chunk is None:
-            raise ValueError("this attention sees the whole: for streaming use attention = xl_chunks or music")
+            raise ValueError("this attention sees the whole sequence: for streaming use attention = xl_chunks or music")
         if x.shape[2] == 0:
             return x.new_zeros(len(x), self.channels, 0), state
         if state is not None and state.ended:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_kind, make_attention
 from genmodels.nn.blocks import (
@@ -37,7 +38,7 @@ class UNet(nn.Module):
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
-        extra_channels: further input channels after those of the event, as self-conditioning needs.
+        extra_channels: further input channels after the event's own, as self-conditioning needs.
         two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         channels: channels of the first level.
         multipliers: one per level.
@@ -116,6 +117,7 @@ class UNet(nn.Module):
         convolution = CONVOLUTION[dims]
         widths = [channels * m for m in multipliers]
         condition = 5 * channels // 2 if condition is None else condition
+        at_least(1, condition=condition)
         self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes, two_times)
         self.stem = convolution(self.in_channels * (1 + 2 * len(self.fourier)), channels, 3, padding=1)
 
@@ -147,8 +149,8 @@ class UNet(nn.Module):
         self.head_norm = GroupNorm(current)
         self.head = zeroed(last(current, out_channels, 3, padding=1))
 
-        blocks_in_turn = [s.block for part in (*self.down, self.middle, *self.up) for s in part]
-        self._modulation_widths = [2 * block.conv_1.out_channels for block in blocks_in_turn]
+        stages = [s for part in (*self.down, self.middle, *self.up) for s in part]
+        self._modulation_widths = [2 * s.block.conv_1.out_channels for s in stages]
         self.modulation = nn.Linear(condition, sum(self._modulation_widths))
         if self.channels_last:
             self.to(memory_format=torch.channels_last)
@@ -159,11 +161,11 @@ class UNet(nn.Module):
         masks = _masks(mask, self.dims, self.levels)
         # Scale and shift of every block in one product.
         modulation = iter(self.modulation(silu(self.embedding(log_snr, cond))).split(self._modulation_widths, dim=1))
-        seen = hide(x, masks[0])
+        inputs = hide(x, masks[0])
         if self.fourier:
-            features = fourier_features(seen, log_snr, self.fourier).to(x.dtype)
-            seen = torch.cat([seen, hide(features, masks[0])], dim=1)
-        h = self.stem(seen)
+            features = fourier_features(inputs, log_snr, self.fourier).to(x.dtype)
+            inputs = torch.cat([inputs, hide(features, masks[0])], dim=1)
+        h = self.stem(inputs)
         if self.channels_last:
             # After the stem, since the memory format of a map of one channel is ambiguous.
             h = h.contiguous(memory_format=torch.channels_last)

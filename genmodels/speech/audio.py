@@ -19,7 +19,7 @@ from genmodels.core.files import kind_of
 
 #: Sizes from here on mean an unknown length (a pipe), or one in another chunk (RF64).
 _UNKNOWN = 2**32 - 2**16
-_SLOWEST = 1000  # samples a second
+_RATES = 1000, 1_000_000  # samples a second of a recording; other rates are those of a damaged header
 #: The integer of full scale for each type of sample in a wav file.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
 
@@ -55,7 +55,7 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
     except Exception as error:  # whatever scipy meets in a broken header
         reason = error if isinstance(error, ValueError) else "its header is broken"
         raise AudioError(f"{path}: not a readable wav file ({reason})") from error
-    if rate < _SLOWEST:
+    if not _RATES[0] <= rate <= _RATES[1]:
         raise AudioError(f"{path}: {rate} samples a second are not those of a recording")
     scale = _FULL_SCALE.get(samples.dtype, 1.0)
     wave = samples.astype(np.float64)

@@ -59,7 +59,7 @@ VOICES = {
 }
 
 
-_PATIENCE = 120.0  # seconds for a clip of seconds
+_TIMEOUT = 120.0  # seconds in which a program must make a clip of a few seconds
 
 
 def corpus(
@@ -133,7 +133,7 @@ def _clip(voice: str, said: str, place: Path) -> float:
         made = Path(folder) / "said.wav"
         command = [part.format(text=said, out=made) for part in VOICES[voice].command]
         try:
-            done = subprocess.run(command, input=said, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+            done = subprocess.run(command, input=said, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
             if done.returncode:
                 raise AudioError(f"exit code {done.returncode}: {' '.join(done.stderr.split())[:200]}")
             wave, _ = read_wav(made, RATE)

@@ -128,7 +128,7 @@ def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> 
         weights: of one utterance.
         words: the word of each token, as from `words_of_tokens`.
 
-    Shapes: `weights (N, T)`, N words.
+    Shapes: `weights (N, T)`; a word for each of the N tokens.
     Errors: ValueError for another number of tokens, or no frames.
 
     Example:

@@ -354,14 +354,15 @@ def _bin(
     own, rate = drawn(edits), pooled(edits).rate
     others = {name: (pooled(found).rate, drawn(found)) for name, found in toplines.items()}
     return ErrorBin(
-        low, high, len(edits), Interval(rate, *_rates(_middle(rate, own, len(edits)))),
-        {name: Interval(value, *_rates(_middle(value, found, len(edits)))) for name, (value, found) in others.items()},
-        {name: Difference(rate - value, *_middle(rate - value, own - found, len(edits)))
+        low, high, len(edits), Interval(rate, *_nonnegative(_interval(rate, own, len(edits)))),
+        {name: Interval(value, *_nonnegative(_interval(value, found, len(edits))))
+         for name, (value, found) in others.items()},
+        {name: Difference(rate - value, *_interval(rate - value, own - found, len(edits)))
          for name, (value, found) in others.items()},
     )  # fmt: skip
 
 
-def _middle(value: float, values: np.ndarray, utterances: int) -> tuple[float, float]:
+def _interval(value: float, values: np.ndarray, utterances: int) -> tuple[float, float]:
     """The central 95 % of bootstrap samples, wider for few utterances; NaN for one, of which all samples are equal.
 
     The bootstrap's spread lacks a factor of sqrt(n / (n - 1)), and a t distribution of n - 1 degrees of freedom is
@@ -375,6 +376,6 @@ def _middle(value: float, values: np.ndarray, utterances: int) -> tuple[float, f
     return tuple(float(value + wider * (end - value)) for end in np.quantile(values, (0.025, 0.975)))
 
 
-def _rates(ends: tuple[float, float]) -> tuple[float, float]:
+def _nonnegative(ends: tuple[float, float]) -> tuple[float, float]:
     """The ends of an interval of a rate, which is not below 0."""
     return tuple(end if math.isnan(end) else max(0.0, end) for end in ends)

@@ -43,18 +43,11 @@ from genmodels.verification.mechanism_references import MECHANISM_REFERENCES, re
 CHECKS = CheckSet(MASK_CHECKS, CODE_CHECKS, POSITION_CHECKS)
 
 
-def _by_loops(module: Attention, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
-    return reference_attention(module, x, mask=mask, space=space)[0]
-
-
-def _by_reference(module: nn.Module, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
-    return reference_mechanism(module, x, mask=mask)
-
-
-#: Reference implementations by class; for other modules one can be passed to `check`.
+#: Reference implementations `(module, x, mask, space) -> y` by class; for other modules one can be passed to `check`.
 REFERENCES: dict[type, Callable[..., Tensor]] = {
-    Attention: _by_loops, **dict.fromkeys(MECHANISM_REFERENCES, _by_reference)
-}  # fmt: skip
+    Attention: lambda module, x, mask, space: reference_attention(module, x, mask=mask, space=space)[0],
+    **dict.fromkeys(MECHANISM_REFERENCES, lambda module, x, mask, space: reference_mechanism(module, x, mask=mask)),
+}
 
 
 def check(

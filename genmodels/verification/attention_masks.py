@@ -163,14 +163,17 @@ def any_length(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@CHECKS.add("double loop", 1e-10, "the output is that of two loops over positions")
+@CHECKS.add("double loop", 1e-10, "the output equals two plain loops over positions")
 @torch.no_grad()
 def double_loop(s: AttentionSubject) -> Measured:
-    """Against `reference`, with and without invalid positions, at every length from 1 to 7 that the module takes."""
+    """Against `reference`, with and without invalid positions, at every length from 1 to 7 that the module takes.
+
+    A module that takes none of these is checked at the first longer one it takes.
+    """
     if s.reference is None:
         raise NotApplicable("there is no reference: pass reference=(module, x, mask, space) -> y")
     errors = {}
-    for length in [s.length] if s.space is not None else filter(s.takes, range(1, 8)):
+    for length in [s.length] if s.space is not None else list(filter(s.takes, range(1, 8))) or [s.length]:
         x, mask = s.draw(1, length), torch.ones(1, 1, length, dtype=torch.bool)
         mask[..., length // 2 : length // 2 + 2] = length < 3
         for name, m in (("", None), (", masked", mask)):
@@ -196,7 +199,7 @@ def paths(s: AttentionSubject) -> Measured:
 
 @CHECKS.add("padding", 0.0, "values in padded positions change nothing and get no gradient")
 def padding(s: AttentionSubject) -> Measured:
-    """NaN, 10,000 or noise in padded positions: outputs and all gradients must be those of other values there."""
+    """NaN, 10,000 or noise in padded positions: outputs and all gradients must not depend on them."""
     mask = s.masks(s.lengths())
     valid, x, errors = mask[:, 0, :, None], s.draw(3), {}
     plain, gradients = _with_gradients(s, x, mask, valid)
@@ -299,7 +302,8 @@ def boolean_masks(s: AttentionSubject) -> Measured:
         y = s.run(x, mask.double())
     except (ValueError, TypeError, RuntimeError, AssertionError):
         return Measured(0.0, "refused")
-    return Measured(0.0 if gap(y[valid], s.run(x, mask)[valid]) < 1e-9 else 1.0, "0 and 1 mean something else")
+    same = gap(y[valid], s.run(x, mask)[valid]) < 1e-9
+    return Measured(0.0, "means the same") if same else Measured(1.0, "0 and 1 mean something else")
 
 
 @CHECKS.add("dropout", 0.0, "dropout acts on weights, and in training alone")

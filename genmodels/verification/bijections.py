@@ -159,7 +159,7 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
 
     It is the least over several steps in a few random directions from a few points, since some may cross a kink.
     """
-    errors = []
+    errors, layer = [], s.copy() if parameters else s.layer
     for number in range(_DIRECTIONS):
         # Towards the next row, hence within the domain of the layer.
         place = value.lerp(value.roll(1, 0), 0.01 * number)
@@ -175,7 +175,7 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
             along, steps = torch.zeros_like(value), directions
         slope = sum((g * v).sum() for g, v in zip(slopes, directions, strict=True) if g is not None)
         for step in _STEPS:
-            high, low = (_moved(s, place, inverse, sign * step, along, steps) for sign in (1, -1))
+            high, low = (_moved(s, layer, place, inverse, sign * step, along, steps) for sign in (1, -1))
             found = (high - low) / (2 * step)
             errors.append(relative(found, torch.as_tensor(slope).to(found)))
         if min(errors) < _SMOOTH:
@@ -184,12 +184,13 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
 
 
 @torch.no_grad()
-def _moved(s: Subject, value: Tensor, inverse: bool, step: float, along: Tensor, by: list[Tensor]) -> Tensor:
-    """The weighted result after a step of the input along a direction, and of the parameters, if any, `by` others."""
-    layer = s.copy() if by else s.layer
-    if by:
-        for parameter, own in zip([p for p in layer.parameters() if p.requires_grad], by, strict=True):
-            parameter.add_(step * own)
+def _moved(s: Subject, layer: nn.Module, value: Tensor, inverse: bool, step: float, along: Tensor, by: list[Tensor]
+           ) -> Tensor:  # fmt: skip
+    """The weighted result after a step of the input along a direction, and of a copy's parameters, if any, `by` others.
+    """
+    pairs = zip(*([p for p in part.parameters() if p.requires_grad] for part in (layer, s.layer)), strict=True)
+    for (moved, given), own in zip(pairs if by else (), by, strict=True):
+        moved.copy_(given + step * own)
     return weighted(s, *s.run(value + step * along, inverse, layer=layer))
 
 

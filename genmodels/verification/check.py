@@ -13,6 +13,8 @@ from typing import Any, SupportsFloat
 from genmodels.core.errors import InputError, hint, progress_bar, with_class
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
+#: Note of a check that was skipped.
+NO_TIME = "no time was left: checks=full lifts the limit"
 
 
 class NotApplicable(Exception):
@@ -166,7 +168,10 @@ class Report:
         return sum(check.seconds for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:
-        return next(check for check in self.checks if check.name == name)
+        named = {check.name: check for check in self.checks}
+        if name not in named:
+            raise KeyError(f"there is no check {name!r}:{hint(name, named, '')} the checks are {', '.join(named)}")
+        return named[name]
 
     def raise_if_failed(self) -> Report:
         """Return self, or raise `CheckFailed` with the table of the checks that failed or were not verified."""
@@ -299,8 +304,8 @@ class Findings:
 
     Arguments:
         wholes: reports on the flow and on each of its bijections as a whole.
-        layers: reports on single layers, by group of layers that are alike: the names of the group, and a report each
-            for those of them that were checked.
+        layers: reports on single layers, by group of layers that are alike: the names of the group, and a report on
+            each layer of it that was checked.
     """
 
     wholes: list[Report] = field(default_factory=list)

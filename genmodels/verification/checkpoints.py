@@ -29,6 +29,7 @@ from genmodels.models.density import (
 )
 from genmodels.models.few_steps import StepModel
 from genmodels.verification.check import (
+    NO_TIME,
     NOT_APPLICABLE,
     NOT_VERIFIED,
     Check,
@@ -47,8 +48,6 @@ from genmodels.verification.check import (
 if TYPE_CHECKING:
     from genmodels.verification.maps import TrainedFlow
 
-#: Note of a check that was skipped.
-NO_TIME = "no time was left: checks=full lifts the limit"
 _SETTLED = 1e-3  # error of an integral above which it is inconclusive
 
 
@@ -274,7 +273,7 @@ def _has_density(s: ModelSubject) -> bool:
     return in_the_plane and (is_flow(s.model) or is_energy(s.model) or exact)
 
 
-#: Sets of checks and the models they apply to, in the order of the report; those of the layers of flows follow.
+#: Sets of checks and the models they apply to, in the order of the report; the checks of a flow's layers follow.
 OF_CHECKPOINTS: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
     (_has_likelihood, LIKELIHOOD_CHECKS),
     (lambda s: s.model.generates, SAMPLE_CHECKS),

@@ -131,7 +131,7 @@ def _shown(event: Tensor) -> str:
 def dead_parameters(s: Subject) -> Measured:
     """The gradient of a random sum of all outputs: none may be missing, all zero or not finite.
 
-    A parameter without influence in evaluation, such as those of hard attention, may have one in training.
+    A parameter without influence in evaluation, as in hard attention, may have one in training.
     """
     layer = s.perturbed()
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}

@@ -91,7 +91,7 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
     steps = getattr(schedule, "num_steps", None)
     times = torch.linspace(0, 1, points + 2, dtype=torch.float64)[1:-1]
     if steps is not None:
-        times = torch.arange(1, steps, dtype=torch.float64) / steps
+        times = torch.arange(1, max(steps, 2), dtype=torch.float64) / steps  # of a single step t = 1 itself
         times = times[:: max(1, len(times) // points)]
     subject = ScheduleSubject(schedule, times)
     return Report(f"{type(schedule).__name__}, a noise schedule", tuple(SCHEDULE_CHECKS.run(subject)))
@@ -100,7 +100,7 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
 @SCHEDULE_CHECKS.add("shape and dtype", 1e-9, "log_snr is elementwise, float64 of the shape of t")
 def shape(s: ScheduleSubject) -> Measured:
     """For times with zero, one and two axes, and in float32; and every time alone against all together."""
-    for t in (s.times[:1].reshape(()), s.times[:6].reshape(2, 3), s.times.float()):
+    for t in (s.times[0], torch.stack([s.times, s.times]), s.times.float()):
         found = s.log_snr(t)
         if found.shape != t.shape or found.dtype != torch.float64:
             return Measured(math.inf, f"{tuple(found.shape)} {found.dtype} for times {tuple(t.shape)} {t.dtype}")
@@ -112,6 +112,8 @@ def shape(s: ScheduleSubject) -> Measured:
 @SCHEDULE_CHECKS.add("decreasing", 0.0, "the log-SNR falls from data to noise")
 def decreasing(s: ScheduleSubject) -> Measured:
     """The largest rise between neighbouring times, and its time; a constant log-SNR fails too."""
+    if len(s.times) < 2:
+        raise NotApplicable("fewer than two times between the ends")
     rises = s.log_snr(s.times).diff()
     worst = int(rises.argmax())
     bad = float(rises[worst]) >= 0 or not bool(torch.isfinite(rises).all())

@@ -17,7 +17,7 @@ from genmodels.flows.bijection import Step
 from genmodels.flows.replay import examine
 from genmodels.models.base import GenerativeModel
 from genmodels.models.density import over_the_plane
-from genmodels.verification.check import CheckSet, Measured, NotApplicable, NotVerified, largest
+from genmodels.verification.check import NO_TIME, CheckSet, Measured, NotApplicable, NotVerified, largest
 from genmodels.verification.subject import Subject, crop, draw, initialize, waits
 
 CHECKS = CheckSet()
@@ -242,7 +242,6 @@ def integrates_to_one(s: Subject) -> Measured:
 WARN, FAIL = 1e-3, 1e-1
 _LARGEST = 1024  # dimensions up to which the Jacobian of a whole flow is computed
 _JACOBIAN = 1e-7  # nats per dimension
-_NO_TIME = "no time was left: checks=full lifts the limit"
 
 LAYER_CHECKS = CheckSet()
 
@@ -408,7 +407,7 @@ def whole_log_det(s: TrainedFlow) -> Measured:
     if s.model.spec.dims > _LARGEST:
         raise NotVerified(f"{s.model.spec.dims} dimensions are too many for a Jacobian: it follows from its layers")
     if time.monotonic() > s.until:
-        raise NotVerified(_NO_TIME)
+        raise NotVerified(NO_TIME)
     twin, x, cond, mask = s.rows
     with torch.no_grad():
         z, logdet = twin(x, cond, mask)

@@ -67,7 +67,7 @@ def _filtered(score: Location, previous: Tensor, cumulative: Tensor, j: int) -> 
 
 
 def scored(module: ScoredAttention, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
-    """Outputs by valid query; those of a `HardAttention` have not the gradients of the module, which are surrogates."""
+    """Outputs by valid query, without the surrogate gradients of `HardAttention`."""
     equation, heads, Lk = SCORES[type(module.score)], module.heads, source.shape[1]
     looked = {h: (torch.zeros(Lk, dtype=x.dtype), torch.zeros(Lk, dtype=x.dtype)) for h in range(heads)}
     outputs = {}

@@ -188,6 +188,15 @@ def test_a_list_that_cannot_be_written_is_said_before_anything_is_checked(name, 
     assert printed.err.count("\n") == 1 and f"--fix-list={name}" in printed.err and printed.out == ""
 
 
+def test_the_list_may_be_in_the_home_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.setattr(doctor, "check_data", lambda words, fix_list, read: str(fix_list))
+    monkeypatch.setattr(doctor, "check_training", lambda read: "")
+    assert doctor.main(["data=toy", "--fix-list=~/bad.txt"]) == 0
+    assert f"data: {tmp_path / 'bad.txt'}" in capsys.readouterr().out
+
+
 def test_problems_do_not_control_the_terminal(monkeypatch, tmp_path):
     class Data:
         def problems(self):

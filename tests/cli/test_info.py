@@ -135,6 +135,12 @@ def test_a_folder_names_an_intact_checkpoint_of_another_name(checkpoint, tmp_pat
     assert f"the newest intact checkpoint in this folder is {kept}" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_best_checkpoint_is_described_by_its_last(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(checkpoint().parent.parent))
+    assert main(["info", f"ckpt=~/{tmp_path.name}"]) == 0
+    assert f"file:          {tmp_path / 'last.ckpt'}" in capsys.readouterr().out
+
+
 def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):
     a, b = checkpoint("a.ckpt"), checkpoint("b.ckpt")
     assert info.main([f"ckpt=[{a},{b}]"]) == 0

@@ -30,7 +30,7 @@ from tests.untrained import digits_ddpm, write
 def folder(tmp_path_factory):
     """A folder with the checkpoint of a network that is not trained, and a mask whose left half is white."""
     folder = tmp_path_factory.mktemp("run")
-    write(digits_ddpm(num_steps=40), folder / "best.ckpt")
+    write(digits_ddpm(num_steps=20), folder / "best.ckpt")
     pixels = np.zeros((32, 32), dtype=np.uint8)
     pixels[:, :16] = 255
     Image.fromarray(pixels).save(folder / "mask.png")
@@ -92,14 +92,23 @@ def test_samples_are_addressable(folder):
         assert np.abs(whole[5] - alone[0]).max() <= 1 and (whole[5] == alone[0]).mean() > 0.98
 
 
-def test_the_way_between_two_items(folder):
+def test_the_way_between_two_items(folder, capsys):
     run(ckpt=str(folder), interpolate=[3, 17], frames=4, out=str(folder / "strip.png"))
+    assert "4 pictures from item 3 to item 17: " in capsys.readouterr().out
     with Image.open(folder / "strip.png") as image:
         assert image.width > 3 * image.height
     for options in ({}, {"frames": 2}, {"frames": 2, "ema": False}):
         run(ckpt=str(folder), interpolate=[3, 17], **options)
     names = sorted(path.name for path in (folder / "samples").glob("*between*"))
     assert names == [f"best_between-3-17{words}.png" for words in ("", "_frames-2", "_frames-2_ema-False")]
+
+
+def test_the_strip_between_pictures_of_long_names_has_a_short_one(folder, capsys):
+    place = folder / ("a" * 120) / ("b" * 120) / "c.png"
+    place.parent.mkdir(parents=True)
+    Image.new("L", (8, 8)).save(place)
+    run(ckpt=str(folder), interpolate=[str(place), 17], frames=2)
+    assert "2 pictures from c to item 17: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

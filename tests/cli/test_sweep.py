@@ -172,8 +172,8 @@ def test_a_checkpoint_to_resume_belongs_to_its_point(points, monkeypatch):
 
 
 def test_a_named_folder_of_a_sweep(points, capsys):
-    words = ["train", "-m", "seed=0,3", "hydra.sweep.dir=here"]
-    assert cli.main(words) == 0 and Path("here/seed-3/result.json").is_file()
+    words = ["train", "-m", "seed=0,3", "hydra.sweep.dir=büro"]
+    assert cli.main(words) == 0 and Path("büro/seed-3/result.json").is_file()
     assert cli.main(words) == 2 and "add resume=last" in capsys.readouterr().err
     points.clear()
     assert cli.main([*words, "resume=last"]) == 0 and points == []

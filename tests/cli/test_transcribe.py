@@ -58,6 +58,8 @@ def test_files_are_transcribed_in_their_order(ckpt, capsys):
     found = gm.load(ckpt).transcribe(FILES[1], beam=4, nbest=3)
     assert lines == [f"{one.file}: {one.score:.2f} {one.text}" for one in found]
     assert len(lines) == 3 and scores == sorted(scores, reverse=True) and scores[0] < 0
+    with pytest.raises(InputError, match="times must be true or false, got 'perhaps'"):
+        gm.load(ckpt).transcribe(FILES[1], times="perhaps")
 
 
 def batches_hear_what_single_recordings_say(ckpt):

@@ -553,15 +553,15 @@ def test_a_broken_model_is_named(capsys, monkeypatch):
     assert "batch size 1 against 64" in capsys.readouterr().err
 
 
-# ---- errors that are planted ----
+# ---- mutants ----
 
 
 def test_every_check_of_flows_notices_its_error(monkeypatch, tmp_path, capsys):
     """All tables would take a minute; tests/verification goes through them."""
-    monkeypatch.setattr(command, "_PLANTED", {"flows": "models.FLOW_MUTANTS", "energies": "densities.MUTANTS"})
+    monkeypatch.setattr(command, "_MUTANTS", {"flows": "models.FLOW_MUTANTS", "energies": "densities.MUTANTS"})
     assert main(["verify", "self_test=true", f"out={tmp_path}/v.json", "progress=false"]) == 0
     shown = capsys.readouterr().out
-    assert "log-density     base alone" in shown and "every check noticed the errors planted for it: 19 checks" in shown
+    assert "log-density     base alone" in shown and "every check detected its mutants: 19 checks" in shown
     planted = json.loads((tmp_path / "v.json").read_text())["planted"]
     assert planted["flows"]["latents"] == ["latents scaled"] and "score" in planted["energies"]
 
@@ -569,17 +569,17 @@ def test_every_check_of_flows_notices_its_error(monkeypatch, tmp_path, capsys):
 def test_an_error_that_no_check_notices_is_exit_code_1(monkeypatch, capsys):
     blind = {"blind": FlowMutant(Flow, frozenset({"samples"})), "sound": FlowMutant(BaseAlone)}
     monkeypatch.setattr("tests.mutants.models.FLOW_MUTANTS", blind)
-    monkeypatch.setattr(command, "_PLANTED", {"flows": "models.FLOW_MUTANTS"})
+    monkeypatch.setattr(command, "_MUTANTS", {"flows": "models.FLOW_MUTANTS"})
     assert main(["verify", "self_test=true", "progress=false"]) == 1
     shown = capsys.readouterr()
     assert "samples (flows: blind), log-density (flows: sound)" in shown.err and shown.err.count("\n") == 1
-    assert "every check noticed" not in shown.out
+    assert "every check detected" not in shown.out
 
 
 def test_every_table_of_errors_is_in_the_self_test():
     tables = {f"{file.stem}.{name}" for file in Path("tests/mutants").glob("*.py")
               for name in re.findall(r"^(\w*MUTANTS)\b", file.read_text(), re.M)}
-    assert tables == set(command._PLANTED.values())
+    assert tables == set(command._MUTANTS.values())
 
 
 def test_the_self_test_needs_the_source(monkeypatch, tmp_path, capsys):

@@ -15,7 +15,7 @@ import torch
 from genmodels.core.checkpoint import checkpoint_hash, nonfinite_weight, read_header, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import located, metadata, open_lock, write_whole
+from genmodels.core.files import check_writable, located, metadata, new_folder, open_lock, write_whole
 from genmodels.models.checkpoint import load_model, read_resumable, write_exported
 from genmodels.models.normalizing_flows import NSF
 from tests.untrained import write
@@ -41,6 +41,26 @@ def test_a_link_where_the_temporary_file_would_be_is_not_followed(tmp_path, monk
     with pytest.raises(RunError, match="File exists"):
         write_whole(target, text("newer"), mode="w")
     assert target.read_text() == "new" and victim.read_text() == "precious"
+
+
+def test_a_link_to_a_folder_that_is_not_there_is_named(tmp_path):
+    """Such as runs/ on a disk that is not mounted: numbered names were tried without end."""
+    runs = tmp_path / "runs"
+    runs.symlink_to(tmp_path / "disk")
+    for make in (lambda: new_folder(runs / "a" / "b"), lambda: write_whole(runs / "a.txt", text("x"), mode="w"),
+                 lambda: check_writable("out", runs / "a.txt")):  # fmt: skip
+        with pytest.raises(RunError, match=f"{runs} is a link to {tmp_path / 'disk'}, which does not exist"):
+            make()
+    (tmp_path / "disk").mkdir()
+    assert [new_folder(runs / "a").name for _ in range(2)] == ["a", "a_2"]
+
+
+def test_a_folder_that_cannot_be_read_can_be_written(tmp_path, monkeypatch):
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened(Path(path) / "none" if Path(path) == tmp_path else path,
+                                                               *rest))  # fmt: skip
+    write_whole(tmp_path / "a", text("x"), mode="w")
+    assert (tmp_path / "a").read_text() == "x"
 
 
 def test_names_differ_and_the_mask_of_the_user_holds(tmp_path, monkeypatch):

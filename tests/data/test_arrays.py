@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import numpy as np
 import pytest
 import torch
 
 from genmodels.core.errors import InputError
 from genmodels.data import arrays
-from genmodels.data.arrays import Arrays, MappedArray, MappedData
+from genmodels.data.arrays import Arrays, MappedArray, MappedData, columns_of, read_arrays
 from genmodels.data.loading import TensorData
 
 RNG = np.random.default_rng(0)
@@ -224,6 +226,13 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     content = bytearray((tmp_path / "flipped.npz").read_bytes())
     content[len(content) // 2] ^= 255
     assert "cannot be read" in line("flipped.npz", bytes(content))
+    damaged = (tmp_path / "cut.npy").read_bytes().replace(b"}", b"(", 1)  # tokenize.TokenError
+    assert "cannot be read" in line("header.npy", damaged)
+    with zipfile.ZipFile(tmp_path / "lzma.npz", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("x.npy", content)
+    content = bytearray((tmp_path / "lzma.npz").read_bytes())
+    content[100:110] = bytes(10)  # lzma.LZMAError
+    assert "cannot be read" in line("lzma.npz", bytes(content))
     np.savez(tmp_path / "cond.npz", x=NHWC, cond=np.arange(len(NHWC)))
     Arrays(file=str(tmp_path / "cond.npz")).prepare()
     assert "cond not read; labels are called y" in capsys.readouterr().out
@@ -339,6 +348,18 @@ def test_a_value_far_beyond_all_others_and_a_batch_of_more_than_all_are_mentione
     outlier, *rest = reversed(Arrays(file=str(tmp_path / "far.npy"), batch_size=400).prepare().warnings())
     assert "column 2 of training item" in outlier and "1e+18" in outlier
     assert any("data.batch_size=400 is more than the" in line for line in rest)
+
+
+def test_an_outlier_has_the_name_of_its_column(tmp_path):
+    rows = [f"{k},{1e9 if k == 7 else k % 50}" for k in range(200)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,height", *rows]))
+    assert any("column 2 (height) of" in line for line in Arrays(file=str(tmp_path / "t.csv")).prepare().warnings())
+
+
+def test_tabs_separate_the_names_of_a_tsv_that_have_commas(tmp_path):
+    (tmp_path / "t.tsv").write_text("Height, cm\tWeight, kg\n170\t60.5\n180\t80.25\n")
+    assert columns_of(tmp_path / "t.tsv") == ("Height, cm", "Weight, kg")
+    assert read_arrays(tmp_path / "t.tsv", "data.file")["arr_0"].tolist() == [[170, 60.5], [180, 80.25]]
 
 
 @pytest.mark.parametrize("container", ["npz", "compressed"])

@@ -177,7 +177,7 @@ def test_loader_serves_chosen_items(make):
     for wrong in ([True, False], [0.5], torch.ones(2, dtype=torch.bool)):
         with pytest.raises(InputError, match="indices are numbers of items"):
             module.items("val", wrong)
-    with pytest.raises(InputError, match="no item of the val split is asked for"):
+    with pytest.raises(InputError, match="indices is empty: give at least one item of the val split"):
         module.items("val", [])
     with pytest.raises(InputError, match="no split 'validation': the splits are train, val, test"):
         module.split("validation")

@@ -25,6 +25,14 @@ def picture(number: int, size=(12, 10)) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
+def test_images_are_decoded_once_for_their_problems_and_their_splits(folder, monkeypatch):
+    decoded = []
+    monkeypatch.setattr(image_folder, "decode", lambda file, *rest: decoded.append(file) or decode(file, *rest))
+    module = ImageFolder(root=str(folder), size=8)
+    assert module.problems() == [] and len(module.split("train")) == 24
+    assert len(decoded) == len(set(decoded)) == 30
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Thirty pictures in two classes."""

@@ -230,7 +230,7 @@ def test_where_nothing_was_written_other_data_are_welcome(tmp_path):
 
 def test_items_that_come_with_others_are_refused(tmp_path):
     """Shards of data=transport would be without the source, and no model could be trained on them."""
-    with pytest.raises(InputError, match="get those of toy_moons anew in every epoch"):
+    with pytest.raises(InputError, match="pairs its items anew with those of toy_moons in every epoch"):
         write_shards(Transport(source="moons", target="banana").prepare(), tmp_path / "out", 100, {})
     assert not (tmp_path / "out").exists()
 

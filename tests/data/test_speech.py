@@ -112,6 +112,11 @@ def test_a_bad_item_is_named_before_training(tmp_path, name):
     assert len(problems) == 1 and problems[0].startswith(f"{name} (metadata.csv, line 7)")
 
 
+def test_items_of_the_embedded_clips_that_are_left_out_are_said_to_be_theirs():
+    with pytest.warns(UserWarning, match="left out 12 items of the embedded clips, such as LJ001-"):
+        Speech(max_seconds=3, skip_bad=True).prepare()
+
+
 def test_all_bad_items_of_a_list_are_found_at_once(tmp_path):
     root = ljspeech(tmp_path / "d", good() | {name: row[:2] for name, row in BAD.items()})
     (root / "wavs" / "g1.wav").write_bytes(b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\1\0\0\0\x22\x56\0\0" + bytes(8) +
@@ -184,6 +189,12 @@ def test_an_installed_wheel_says_where_its_clips_are(tmp_path, monkeypatch, caps
     assert main(["train", "model=glow_tts", "data=speech", f"run_dir={tmp_path}/run"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "not in its wheel" in error and "data.root=" in error
+
+
+def test_a_line_separator_within_a_text_is_part_of_it(tmp_path):
+    (tmp_path / "list.txt").write_text("a.wav|one\u2028two\r\n\r\nb.wav\n", encoding="utf-8")
+    first, wrong = read_clips("manifest", tmp_path / "list.txt")
+    assert first.text == "one\u2028two" and wrong.where == "b.wav (list.txt, line 3)"
 
 
 def test_manifest_with_speakers(tmp_path):

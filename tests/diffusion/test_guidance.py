@@ -261,6 +261,7 @@ def test_a_threshold_that_does_not_bind_changes_nothing(name, threshold):
 def test_dynamic_keeps_what_the_percentile_says():
     x0 = torch.randn(4, 1, 20, 20, generator=seeded()) * torch.tensor([0.2, 1.0, 3.0, 9.0])[:, None, None, None]
     out = THRESHOLDS["dynamic"](x0)
+    assert THRESHOLDS["dynamic"](x0[:0]).shape == (0, 1, 20, 20)
     assert torch.equal(out[0], x0[0])  # within range already
     saturated = (out.abs() >= 1).flatten(1).float().mean(1)
     assert ((saturated[1:] > 0.002) & (saturated[1:] < 0.008)).all()

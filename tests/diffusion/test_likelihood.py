@@ -11,7 +11,8 @@ from torch.distributions import Normal
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood
-from genmodels.diffusion import GaussianDenoiser, MixtureDenoiser, alpha_sigma
+from genmodels.core.random import KeyedGenerator
+from genmodels.diffusion import CosineSchedule, Elbo, Gaussian, GaussianDenoiser, MixtureDenoiser, alpha_sigma
 from genmodels.diffusion import likelihood as diffusion_ode
 from genmodels.evaluation.likelihood import how
 from genmodels.models.ddpm import DDPM
@@ -93,6 +94,13 @@ def mass_of_the_bins() -> torch.Tensor:
     centres = torch.linspace(-1, 1, 5, dtype=torch.float64)
     distribution = Normal(centres, sigma / alpha)
     return (MASSES * (distribution.cdf(centres[:, None] + 0.25) - distribution.cdf(centres[:, None] - 0.25))).sum(1)
+
+
+@pytest.mark.parametrize("options", [{"rows": 0}, {"draws": 0}])
+def test_sizes_of_the_bound_are_at_least_one(options):
+    exact, bound = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0), Elbo(Gaussian(), 10, "beta")
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 1, got 0"):
+        bound(exact, torch.zeros(1, 2), bound.times(exact.schedule), KeyedGenerator(0, torch.arange(1)), **options)
 
 
 def test_many_uniform_draws_find_the_mass_of_the_bin():

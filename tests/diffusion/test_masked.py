@@ -163,7 +163,7 @@ def rounded(tokens, cond=None):
 
 def differing(monkeypatch, equal: float) -> int:
     """Samples of a batch that differ from the same ones by themselves."""
-    monkeypatch.setattr(masked, "_EQUAL", equal)
+    monkeypatch.setattr(masked, "_TIE", equal)
 
     def drawn(index):
         blank = torch.full((len(index), 6), 2)
@@ -181,5 +181,5 @@ def differing(monkeypatch, equal: float) -> int:
 
 
 def test_the_order_of_equal_confidences_is_drawn_and_does_not_depend_on_the_batch(monkeypatch):
-    assert differing(monkeypatch, masked._EQUAL) == 0
+    assert differing(monkeypatch, masked._TIE) == 0
     assert differing(monkeypatch, 1e-12) > 0  # the mutant sorts by rounding

@@ -132,6 +132,8 @@ def test_mixture_weights(name):
 
 
 def test_bad_options():
+    with pytest.raises(ValueError, match="churn = nan"):
+        EDMSampler(4, churn=math.nan)
     with pytest.raises(ValueError, match="eta = 1.5"):
         DDIMSampler(eta=1.5)
     with pytest.raises(ValueError, match="beta, beta_tilde"):

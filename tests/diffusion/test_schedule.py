@@ -19,6 +19,7 @@ from genmodels.diffusion import (
     LinearSchedule,
     NoiseSchedule,
     SigmoidSchedule,
+    make_schedule,
     rescale_zero_terminal,
     step_to_time,
 )
@@ -217,6 +218,11 @@ def test_state_dict_holds_what_is_learned_and_nothing_else():
 
 
 # ---- errors ----
+
+
+def test_an_unknown_name_is_one_line():
+    with pytest.raises(ValueError, match="schedule must be one of .*, got 'cosin'"):
+        make_schedule("cosin", 10)
 
 
 @pytest.mark.parametrize("num_steps", [1, 10, 20])

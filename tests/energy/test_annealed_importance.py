@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,6 +238,8 @@ def test_directions_that_disagree_leave_the_bracket_alone():
     assert near.consistent and near.reliable and near.log_z > near.upper and near.log_z < near.most
     assert not far.consistent and far.least < far.upper < far.log_z < far.most
     assert far.note == "unreliable: forward and reverse chains disagree: more densities="
+    steps = replace(far, kernel="diffusion").note  # of a model whose option has this name
+    assert steps == "unreliable: forward and reverse chains disagree: more steps="
 
 
 def test_an_event_of_any_shape():

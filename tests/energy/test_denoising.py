@@ -61,8 +61,9 @@ def test_the_largest_distance():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="must be positive"):
-        DenoisingScoreMatching(sigma=0.0)
+    for sigma in (0.0, math.nan):
+        with pytest.raises(ValueError, match="must be positive"):
+            DenoisingScoreMatching(sigma=sigma)
 
 
 # ---- the energies of all noise levels --------------------------------------------------------------------------------

@@ -634,8 +634,9 @@ def test_errors_of_contrastive_divergence():
         loss(Quadratic(torch.eye(2)), torch.zeros(11, 2), keyed(0, 11))
     with pytest.raises(ValueError, match="needs an energy"):
         loss(ScoreNetwork(lambda x: -x), torch.zeros(2, 2), keyed(0, 2))
-    with pytest.raises(ValueError, match="restarts = 2"):
-        ContrastiveDivergence((2,), restarts=2)
+    for name, value in (("restarts", 2), ("size", -1), ("steps", 0), ("penalty", -1.0)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            ContrastiveDivergence((2,), **{name: value})
 
 
 # ---- a whole training in the plane: from data to a normalised density, checked by quadrature ----
@@ -724,7 +725,7 @@ def test_runaway_energies():
     guard.check(99, loss, torch.zeros(4))  # one calm step begins a new count
     for step in range(99):
         guard.check(step, loss, torch.full((4,), 2e6))
-    with pytest.raises(RunError, match="energy diverges at step 99: add noise, confinement or a lower learning rate"):
+    with pytest.raises(RunError, match="energy diverges at step 99: add noise or confinement, or lower the learn"):
         guard.check(99, loss, torch.full((4,), -2e6))
     with pytest.raises(RunError, match="diverges at step 0"):
         DivergenceGuard(2).check(0, torch.full((4,), -2001.0))

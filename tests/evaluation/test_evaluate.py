@@ -37,12 +37,19 @@ from genmodels.evaluation.checkpoint import (
     _require_same_items,
     fits,
 )
-from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, references, uniform_bits_per_dim
+from genmodels.evaluation.evaluate import (
+    PixelHistogram,
+    best_histogram,
+    check_options,
+    references,
+    uniform_bits_per_dim,
+)
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.sample_quality import FidelityStage, sample_parts
 from genmodels.models.build import build
 from genmodels.models.ddpm import DDPM
 from genmodels.models.density import extent_of, on_grid
+from genmodels.models.energy import EnergyModel
 from genmodels.models.energy_sampling import STEPS
 from genmodels.models.mels import NOISE, even_lengths, with_noise
 from genmodels.models.normalizing_flows import RealNVP, TarFlow
@@ -55,6 +62,12 @@ from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
 from tests.parameters import scattered
 from tests.two_processes import by_forks, fork
+
+
+@pytest.fixture(autouse=True)
+def a_short_pilot_run(monkeypatch):
+    """Step sizes are tuned by a fifth of the moves, which would take most of the time."""
+    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))
 
 
 def test_the_histogram_counts():
@@ -313,16 +326,19 @@ def test_texts_in_other_symbols_and_of_other_speakers_do_not_fit(tmp_path, chang
         fits(SimpleNamespace(spec=trained, num_classes=None), found)
 
 
-def test_a_likelihood_is_kept_when_the_samples_fail(gaussians, tmp_path, monkeypatch):
+def test_a_likelihood_is_kept_when_the_samples_fail(gaussians, tmp_path, monkeypatch, capsys):
+    """And an earlier report is renamed, which the user is told."""
     def fail(self):
         raise RunError("sample 3 is not finite")
 
+    (tmp_path / "r.json").write_text(json.dumps({"seconds": {"cost": 1.0}, "data": {"item_hash": "other items"}}))
     with monkeypatch.context() as patched:
         patched.setattr(FidelityStage, "run", fail)
         with pytest.raises(RunError, match="sample 3 is not finite .*what was done before is in .*r.json"):
             asked = Request(stages=["likelihood", "fidelity"], out=str(tmp_path / "r.json"), trust=["tests"], limit=20)
             compare([gaussians / "flow/best.ckpt"], asked, Ranks(), several=False, failures={})
     assert report(tmp_path / "r.json")["likelihood"][0]["kind"] == "exact"
+    assert "held results of other items: kept as r_before.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, said", [
@@ -718,6 +734,15 @@ def test_bad_input_is_answered_in_one_line(gaussians, digits, tmp_path, words, c
     messages = [line for line in err.splitlines() if line.startswith("genmodels evaluate: ")]
     assert len(messages) == 1 and said in messages[0] and "Traceback" not in err, err
     assert out == "" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dims, options, refused", [(2, {}, True), (2, {"normaliser": "ais"}, False), (3, {}, False)])
+def test_chains_are_refused_where_log_z_is_a_sum_over_a_grid(dims, options, refused):
+    model = EnergyModel(DataSpec("points", (dims,)))
+    opened = SimpleNamespace(request=Request(chains=8, **options), model=model, spec=model.spec, path="a", items=3,
+                             limited=False)
+    with contextlib.nullcontext() if not refused else pytest.raises(InputError, match="energies of three or more"):
+        check_options([opened])
 
 
 def test_values_that_are_no_values_of_the_data_are_named(gaussians, tmp_path):

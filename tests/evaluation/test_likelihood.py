@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from genmodels.core.errors import RunError
+from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
+from genmodels.data.speech import Speech
 from genmodels.evaluation import likelihood, sample_quality
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
@@ -120,3 +122,18 @@ def test_what_was_finished_before_a_kill_is_not_computed_again(checkpoint, tmp_p
     found = figures(Ranks(), checkpoint, tmp_path / "cache")
     assert len(seen) == 4 and agree(found, figures(Ranks(), checkpoint))
     assert not list((tmp_path / "cache").glob("*_*.pt"))  # parts are forgotten when the whole is kept
+
+
+def test_the_bracket_of_mels_is_in_the_unit_of_their_value():
+    """Of two mels of one and two frames: log Z from 4 to 6 about 5 moves 120 cells' mean by 1/120."""
+    made = {"log_z": 5.0, "log_z_stderr": 0.1, "log_z_least": 4.0, "log_z_most": 6.0, "reliable": True,
+            "chains": 4, "steps": 3}
+    found = Likelihood(torch.tensor([-100.0, -220.0]), "ais", torch.tensor([80, 160]), made=made)
+    line = likelihood.row(found, Speech().prepare().spec)
+    assert line.value == line.nll_per_dim == pytest.approx(320 / 240) and line.nll == 160
+    assert (line.bracket.lower, line.bracket.upper) == pytest.approx((line.value - 1 / 120, line.value + 1 / 120))
+
+
+def test_results_of_one_method_are_not_those_of_another():
+    lines = [likelihood.Line("", method, {"seed": 0}) for method in ("log_likelihood", "ode_likelihood")]
+    assert lines[0].settings != lines[1].settings

@@ -152,7 +152,7 @@ def test_data_without_texts_are_refused():
 
 def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
     likelihood = of_all(frame.opened)
-    monkeypatch.setattr(module, "_durations", lambda opened: None)
+    monkeypatch.setattr(module, "_aligned", lambda opened: None)
     rows = audit(frame, likelihood)
     assert rows[0].durations is None and "longest" not in audit_notes(rows)[1]
 

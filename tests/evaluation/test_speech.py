@@ -111,7 +111,7 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
     synthesised[0]["mel"] = synthesised[0]["mel"] + 1.0
 
     # It understands what it knows, and of all else nothing.
-    known = {float(speech_stage._own(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
+    known = {float(speech_stage._recorded(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
     sounds = speech_stage._vocoded(own, batch, synthesised, COUNT)
     found = speech_stage._recognised(own, texts, sounds, lambda wave, rate: known.get(float(wave[0]), ""))
     whole = found.curve[-1]
@@ -148,7 +148,7 @@ def test_the_page_has_the_sound_of_a_few_texts(data, monkeypatch, tmp_path):
         assert sorted(frame.arrays) == ["sound_0", "sound_1", "vocoded_0", "vocoded_1"]
         batch = own.evaluated(2)
         for k in range(2):
-            whole = speech_stage._own(batch, k).sum(0) / (80 * 12)
+            whole = speech_stage._recorded(batch, k).sum(0) / (80 * 12)
             expected = (whole * 32767).round().to(torch.int16)[: round(0.01 * 22050)]
             assert torch.equal(frame.arrays[f"sound_{k}"], expected)  # the parrot says what was recorded
             assert torch.equal(frame.arrays[f"vocoded_{k}"], expected)
@@ -222,7 +222,7 @@ def test_the_pitch_is_that_of_the_vocoded_sound(data, monkeypatch):
                             sampling_settings=dict)
     found = speech_stage.speech_of(frame)
     batch = own.evaluated(COUNT)
-    mels = [speech_stage._own(batch, k) for k in range(COUNT)]
+    mels = [speech_stage._recorded(batch, k) for k in range(COUNT)]
     sung = [mel + 0.25 * (torch.arange(80) < 4)[:, None] for mel in mels]
     tracks = [[in_bands(one.sum(0), None, 0) for one in some] for some in (sung, mels)]
     assert found.pitch == compared_pitch(sung, mels, *tracks)

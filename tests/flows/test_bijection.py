@@ -267,7 +267,7 @@ def test_inverse_swaps_everything():
 def test_an_inverse_cannot_start_from_data():
     """The statistics would be those of the other side."""
     layer, x = Inverse(Compose([Flip(2), ActNorm(2)], (2,))), gaussian(4, 2)
-    with pytest.raises(RuntimeError, match="bijection.layers.1 takes its start from data going forward"):
+    with pytest.raises(RuntimeError, match="bijection.layers.1 is initialised from data in its forward direction"):
         layer.initialize(x)
     layer.bijection.initialize(x)
     layer.initialize(x)

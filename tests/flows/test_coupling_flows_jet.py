@@ -129,9 +129,9 @@ def test_recomputing_changes_no_gradient():
     (lambda: jet((2,)), "jet takes images .* use model=realnvp for vectors and model=glow for sequences"),
     (lambda: jet((1, 7, 8)), "patch=2 does not divide the sides of images of 7 x 8; these do: 1"),
     (lambda: jet((1, 8, 8), couplings=0), "couplings must be at least 1"),
-    (lambda: jet((1, 12, 12), levels=3), "levels=3 halves 6 x 6 patches more often .* smaller than patch=2"),
-    (lambda: jet((1, 6, 6), couplings=2), "spatial=2 asks for .* both sides of the 3 x 3 patches are odd"),
-    (lambda: jet((1, 8, 8), couplings=2, spatial=3), "spatial=3 asks for .* there are only 2, give a smaller one"),
+    (lambda: jet((1, 12, 12), levels=3), "levels=3 cannot halve 6 x 6 patches .* smaller than patch=2"),
+    (lambda: jet((1, 6, 6), couplings=2), "spatial=2 leaves no .* both sides of the 3 x 3 patches are odd"),
+    (lambda: jet((1, 8, 8), couplings=2, spatial=3), "spatial=3 leaves no .* only 2 couplings, give a smaller one"),
     (lambda: jet((1, 8, 8), patch=1), "patch=1 leaves one channel, .* divides both sides of 8 x 8, or model=tarflow"),
     (lambda: jet((3, 8, 8), patch=1, levels=2), "an even number of channels .* patch=1 has 3"),
     (lambda: Flow(jet((1, 4, 4), couplings=2, cond=Condition("labels", 3), **TINY), StandardNormal((16,))).log_prob(

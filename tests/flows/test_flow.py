@@ -551,6 +551,8 @@ def test_arrays_and_numbers_of_samples():
             call(np.zeros((1, 2), dtype=np.float32), torch.tensor([0]))
     with pytest.raises(ValueError, match="cond must be a torch.Tensor"):
         flow.log_prob(torch.zeros(1, 2), np.zeros(1))
+    with pytest.raises(ValueError, match="mask must be a torch.Tensor"):
+        flow.log_prob(torch.zeros(1, 2), torch.tensor([0]), [[True, True]])
     for n in (-1, 2.0):
         with pytest.raises(ValueError, match="n, the number of samples"):
             flow.sample(n, torch.tensor([0]), generator=source())

@@ -460,11 +460,12 @@ def test_loading_brings_statistics_and_flag():
     assert other.ready and torch.equal(other(x)[0], layer(x)[0])
 
 
-def error_of_gradients(function, shape) -> float:
-    """Of x, scale and shift, for every layout in memory of x and of the gradient, against those of the formula."""
+def error_of_gradients(function, shape, most=None) -> float:
+    """Of x, scale and shift, for every layout in memory of x and of the gradient, or the first of them, against those
+    of the formula."""
     dims, worst = range(len(shape)), 0.0
     scale, shift = (gaussian(shape[1], seed=seed).requires_grad_() for seed in (1, 2))
-    for of_x, of_g in itertools.product(itertools.permutations(dims), repeat=2):
+    for of_x, of_g in itertools.islice(itertools.product(itertools.permutations(dims), repeat=2), most):
         x, g = (gaussian(*[shape[k] for k in order], seed=3).permute([order.index(k) for k in dims])
                 for order in (of_x, of_g))  # fmt: skip
         x = x.requires_grad_()
@@ -479,7 +480,7 @@ def error_of_gradients(function, shape) -> float:
 def test_gradients_in_any_layout(shape):
     assert error_of_gradients(scaling.scaled, shape) < 1e-12
     added = lambda x, scale, shift: scaling.scaled(x, scale, shift + scale - scale.detach())  # noqa: E731
-    assert error_of_gradients(added, shape) > 1e-3
+    assert error_of_gradients(added, shape, most=1) > 1e-3
 
 
 @pytest.mark.parametrize("mean", [1e3, 1e5])

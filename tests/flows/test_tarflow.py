@@ -131,8 +131,9 @@ def mixture_error() -> float:
 @torch.no_grad()
 def test_cached_is_uncached_for_mixtures_and_masks(monkeypatch):
     assert mixture_error() < 1e-9
-    turned = MetaBlock._turned
-    monkeypatch.setattr(MetaBlock, "_turned", lambda self, mask: None if mask is None else turned(self, mask) | True)
+    ordered = MetaBlock._mask_in_order
+    monkeypatch.setattr(MetaBlock, "_mask_in_order",
+                        lambda self, mask: None if mask is None else ordered(self, mask) | True)
     assert mixture_error() > 1e-3  # padding is read
 
 
@@ -365,15 +366,15 @@ def guided_without_a_null_class():
     (lambda: MetaBlock((0, 3, 3)), "takes events of shape"),
     (lambda: MetaBlock((1, 2, 2), cond=Condition("labels", 3), **TINY)(latents((1, 2, 2)), torch.zeros(3)),
      "cond must be labels .* of 3 classes"),
-    (lambda: MetaBlock((3, 2, 2), transform=Affine(3)), "was built for 3 channels: build it for 1"),
+    (lambda: MetaBlock((3, 2, 2), transform=Affine(3)), "build it for 1 channel, not for 3"),
     (lambda: Flow(MetaBlock((1, 2, 2), cond=Condition("labels", 3), null_class=False, **TINY), StandardNormal((1, 2, 2))
                   ).log_prob(torch.zeros(1, 1, 2, 2), torch.tensor([3])), "label 3 in row 0"),
     (lambda: guided_without_a_null_class(), "guidance needs null_class=True"),
     (lambda: tarflow((2, 8), patch=2, patches="far"), "patches=far is for images"),
     (lambda: tarflow((2, 8), order="random"), "order=random is for images"),
     (lambda: tarflow((1, 8, 8), order="spiral"), "order"),
-    (lambda: MetaBlock((1, 4, 4), order=mixed()), "order=.* is of 9 positions, not of the 16"),
-    (lambda: MetaBlock((2, None), order=mixed()), "order=.* is of 9 positions, not of the open length"),
+    (lambda: MetaBlock((1, 4, 4), order=mixed()), "order=.* permutes 9 positions, but .* have 16"),
+    (lambda: MetaBlock((2, None), order=mixed()), "order=.* permutes 9 positions, but .* an open length"),
     (lambda: block_of((2, 9), order=mixed())(latents((2, 9)), mask=torch.ones(3, 1, 9, dtype=torch.bool)),
      "order of 9 positions is for events without a mask"),
     (lambda: tarflow((1, 8, 8), transform="cubic"), "transform"),

@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.core.mixins import HyperparametersMixin
 
 from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
 from genmodels.data.vision import Digits
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
@@ -47,6 +48,15 @@ def test_numbers_of_samples(name):
         model.sample(1, start=-1)
 
 
+def test_options_of_optimiser_and_averages_that_do_not_exist():
+    with pytest.raises(InputError, match="Optimizer has no option 'warmup': did you mean 'warmup_steps'"):
+        NSF(SPEC, optimizer={"warmup": 5})
+    model = NSF(SPEC, layers=1, hidden=8, ema_decay=0)
+    assert model.weights("ema") is model.core
+    with pytest.raises(InputError, match="no averaged weights: leave weights="):
+        model.weights(0.9)
+
+
 # ---- what needs derivatives works in torch's inference mode too, and gives the same numbers ----
 
 
@@ -77,7 +87,8 @@ def answers(model, batch: Batch) -> dict:
 
 
 @pytest.mark.parametrize("name", MODELS_WITH_DERIVATIVES)
-def test_answers_are_those_without_inference_mode(name):
+def test_answers_are_those_without_inference_mode(name, monkeypatch):
+    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))  # moves that tune step sizes
     torch.manual_seed(0)
     model = MODELS_WITH_DERIVATIVES[name]().eval()
     x = torch.randn(50, *model.spec.event_shape, generator=torch.Generator().manual_seed(0))

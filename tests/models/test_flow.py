@@ -263,6 +263,8 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: Glow(TRACKS, noise=float("nan")), "noise must be a finite number from 0"),
         (lambda: RealNVP(TRACKS), "glow"),
         (lambda: RealNVP(DIGITS, layout=["chequered*2"]), "chequered"),
+        (lambda: RealNVP(DIGITS, layout=["checkerboard*1", "split"]), "split needs an even .* put squeeze before it"),
+        (lambda: RealNVP(DIGITS, layout=["channel*1"]), r"channel\*1 needs at least two channels, the image has 1"),
         (lambda: RealNVP(DIGITS, hidden=[8]), "groups"),
         (lambda: Glow(DIGITS, base="class"), "class_conditional"),
         (lambda: NSF(DataSpec("line", (1,))), "2 dimensions.*kind=autoregressive"),

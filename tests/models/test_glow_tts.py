@@ -129,7 +129,10 @@ def test_temperature_zero_speed_seconds_and_durations():
                           ({"speed": 1e-9}, "frames are too many for one text"),
                           ({"durations": [[1, 2]]}, "7 tokens"),
                           ({"durations": [[1, 2, 0, 1, 1, 1, 1]]}, "token 2 of text 0 lasts 0 frames"),
-                          ({"durations": [[9] * 7], "seconds": 3.0}, "come to 0.73 s and seconds=3"),
+                          ({"durations": [[1, 2, 2**70, 1, 1, 1, 1]]}, "token 2 of text 0 lasts"),
+                          ({"durations": []}, "a list of numbers of frames for each text, got"),
+                          ({"durations": [2, 1]}, "a list of numbers of frames for each text, got"),
+                          ({"durations": [[9] * 7], "seconds": 3.0}, "come to 0.73 s, not to seconds=3"),
                           ({"cond": "bob"}, "one voice"),
                           ({"temperature": -1.0}, "temperature")):
         with pytest.raises(InputError, match=reason):

@@ -193,11 +193,11 @@ def test_noisy_sequences_are_denoised_in_their_valid_frames():
 @pytest.mark.parametrize("make, words", [
     (lambda: TarFlow(DIGITS, augment=0.1), "augment=0.1 is for integers with model.preprocess=centre"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), augment=0.1, preprocess="centre"), "is for integers"),
-    (lambda: TarFlow(DIGITS, augment=-1.0), "0 or more"),
+    (lambda: TarFlow(DIGITS, augment=-1.0), "augment must be a finite number from 0"),
     (lambda: TarFlow(DIGITS, augment=0.1, preprocess="centre", dequantisation="variational"), "leave one of them out"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), preprocess="centre"), "preprocess=centre is for integers"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), alpha=0.1), "alpha=0.1 is for integers"),
-    (lambda: TarFlow(DIGITS, augment=float("inf"), preprocess="centre"), "0 or more"),
+    (lambda: TarFlow(DIGITS, augment=float("inf"), preprocess="centre"), "augment must be a finite number from 0"),
     (lambda: TarFlow(DIGITS, cond_drop=0.5), "give class_conditional=true"),
     (lambda: TarFlow(DIGITS, class_conditional=True, base="class"), "give cond_drop=0"),
     (lambda: TarFlow(DIGITS, noise=0.3), "noise=0.3 is for mels"),

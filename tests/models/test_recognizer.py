@@ -94,7 +94,7 @@ def gain_error(recognizer: Recognizer) -> float:
     wave[:, :2500] = 0  # stays silence, however loud
     config = MelConfig(sample_rate=8000, n_fft=512, hop=128, f_max=4000)
     x, keyed = log_mel(wave, config).expand(32, -1, -1), KeyedGenerator(0, torch.arange(32), "train")
-    found = recognizer._at_some_level(x, keyed)
+    found = recognizer._with_random_gain(x, keyed)
     gains = (found - x)[:, :, 30:].mean((1, 2))  # nats of each item's sound
     largest = 0.1151293 * recognizer.gain  # nats
     assert gains.abs().max() <= largest + 1e-5 and gains.std() == pytest.approx(largest / math.sqrt(3), rel=0.2)

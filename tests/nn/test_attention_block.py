@@ -353,7 +353,7 @@ def test_the_default_keeps_its_names():
     (lambda: make_attention("musik", 8, 2, dims=2), "is not one of .*; did you mean 'music'"),
     (lambda: make_attention("rope2d", 8, 4, dims=2), "width 2, not a multiple of 4"),
     (lambda: make_attention("xl", 8, 3, dims=1), "heads = 3 does not divide the width 8"),
-    (lambda: make_attention("mel", 8, 2, dims=2), "a network for maps of any height does not know"),
+    (lambda: make_attention("mel", 8, 2, dims=2), "this network takes maps of any height: use rope2d"),
     (lambda: ConvNet(2, 2, hidden=8, dims=1, attention="swin2d"), "'swin2d' is not one of .* for sequences"),
 ])  # fmt: skip
 def test_errors_are_one_line(make, words, refuses):

@@ -361,6 +361,7 @@ def test_mutants_of_the_size_are_caught():
     (lambda: DiT((1, 8, 8), size="M"), "size must be one of S, B, L, XL, got 'M'"),
     (lambda: DiT((1, 8, 8), patch=0), "patch must be at least 1, got 0"),
     (lambda: DiT((1, 8, 8), depth=0), "depth must be at least 1, got 0"),
+    (lambda: DiT((1, 8, 8), width=-1), "width must be at least 1, got -1"),
     (lambda: DiT((1, 8, 8), heads=3), "heads = 3 does not divide the width 128"),
     (lambda: DiT((2, 8), attention="rope2d"), "'rope2d' is not one of .* for sequences"),
     (lambda: build((1, 8, 8))(torch.zeros(2, 3, 8, 8), torch.zeros(2)), "built for 1 channels and 2 spatial"),

@@ -157,7 +157,10 @@ def test_errors():
         UNetEnergy((1, 4, 4), heads=8)
     with pytest.raises(ValueError, match=r"vectors \(D,\)"):
         DeepKernelEnergy((1, 4, 4))
-
+    for options, words in (({"depth": 0}, "depth must be at least 1"), ({"scales": []}, "at least one scale"),
+                           ({"scales": [1.0, 0.0]}, "must be positive"), ({"ridge": -1.0}, "must be positive")):
+        with pytest.raises(ValueError, match=words):
+            DeepKernelEnergy((4,), **options)
 
 def test_the_deep_kernel_keeps_its_digits_where_features_lie_far_out():
     torch.manual_seed(0)

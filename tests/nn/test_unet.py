@@ -335,6 +335,7 @@ def test_fourier_features_come_in_with_the_event_and_tell_near_levels_apart():
         (lambda: UNet((1, 8, 8), channels=6, heads=5), "heads = 5 does not divide 12 channels: use one of 1, 2, 3, 4"),
         (lambda: UNet((1, 8, 8), channels=7), "channels = 7 must be even"),
         (lambda: UNet((1, 8, 8), channels=0), "must be at least 1"),
+        (lambda: UNet((1, 8, 8), condition=-1), "condition must be at least 1, got -1"),
         (lambda: UNet((1, 8, 8), multipliers=[]), "must be at least 1"),
         (lambda: UNet((1, 8, 8), attention="relative"), "'relative' is not one of none, plain"),
         (lambda: UNet((1, 28, 28), attention_at=[16]), "attention_at = 16 .* choose from 28, 14, 7"),

@@ -9,7 +9,7 @@ from PIL import Image
 
 from genmodels.core.data import DataSpec
 from genmodels.evaluation.samples import evenly_changing
-from genmodels.plots.images import columns_for, grid, images_of, picture_of, to_uint8
+from genmodels.plots.images import columns_for, grid, images_of, in_turn, picture_of, to_uint8
 
 GRAY = DataSpec("g", (1, 4, 4), levels=17, num_classes=10)
 COLOUR = DataSpec("c", (3, 4, 6), levels=256)
@@ -97,3 +97,15 @@ def test_points_have_a_picture_and_long_vectors_have_none():
     points = picture_of(torch.randn(50, 2), DataSpec("p", (2,)))
     assert points.size[0] > 100 and np.asarray(points).std() > 0
     assert picture_of(torch.randn(5, 7), DataSpec("v", (7,))) is None
+
+
+def test_continuous_values_are_rounded_to_the_nearest_grey():
+    x = torch.tensor([0.0, 0.001, 0.0021, 0.999, 1.5]).view(-1, 1, 1, 1)
+    greys = [image.getpixel((0, 0)) for image in images_of(x, DataSpec("greys", (1, 1, 1)))]
+    assert greys == [0, 0, 1, 255, 255]
+
+
+def test_classes_of_many_samples_are_found_in_linear_time():
+    labels = [0] * 20_000 + [1]
+    found = in_turn(labels, range(5, 5 + len(labels)))
+    assert len(found) == len(labels) and found.index(1) == 4 and sum(found) == 1

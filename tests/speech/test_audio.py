@@ -209,8 +209,9 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "text.wav").write_text("not sound")
     wavfile.write(tmp_path / "empty.wav", 22050, np.zeros(0, np.int16))
     wavfile.write(tmp_path / "nan.wav", 22050, np.array([0, np.nan], np.float32))
+    wavfile.write(tmp_path / "fast.wav", 1_899_999_999, np.ones(5000, np.int16))  # resampling would take 31 GB
     for name, message in [("none.wav", "no such file"), ("text.wav", "not a readable"), ("empty.wav", "no sound"),
-                          ("nan.wav", "sample 1 is not finite")]:
+                          ("nan.wav", "sample 1 is not finite"), ("fast.wav", "1899999999 samples a second")]:
         with pytest.raises(AudioError, match=rf"{name}.*{message}"):
             read_wav(tmp_path / name)
 

@@ -101,7 +101,7 @@ def test_rows_of_another_voice_are_not_lost(tmp_path, monkeypatch):
 
 def test_a_program_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setitem(VOICES, "slow", Voice((sys.executable, "-c", "import time; time.sleep(60)"), "fake", "none"))
-    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    monkeypatch.setattr(module, "_TIMEOUT", 0.5)
     with pytest.raises(RunError, match="cannot read 'a' with voice slow: .* timed out after 0.5 seconds"):
         corpus(tmp_path, ["a"], "slow")
 

@@ -98,12 +98,12 @@ def test_a_row_that_was_cut_off_is_left_out_when_resuming(tmp_path):
     assert [row["step"] for row in rows(path)] == ["10", "20", "30"]
 
 
-@pytest.mark.parametrize("content", ["loss\n0.5\n", "step,loss\nx,0.5\n", "step,loss\n10,1\n\x00,2\n"])
+@pytest.mark.parametrize("content", [b"loss\n0.5\n", b"step,loss\nx,0.5\n", b"step,loss\n10,1\n\0,2\n", b"step\n\xff"])
 def test_a_file_of_something_else_is_named(tmp_path, content):
-    (tmp_path / "metrics.csv").write_text(content)
+    (tmp_path / "metrics.csv").write_bytes(content)
     with pytest.raises(RunError, match="metrics.csv is no table of a run"):
         CSVLogger(tmp_path / "metrics.csv", resume_step=20)
-    assert (tmp_path / "metrics.csv").read_text() == content
+    assert (tmp_path / "metrics.csv").read_bytes() == content
 
 
 def test_a_value_is_logged_in_the_unit_of_its_error():

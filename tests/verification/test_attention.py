@@ -176,6 +176,21 @@ def test_a_reference_of_ones_own():
         wrong.raise_if_failed()
 
 
+class OfEights(Attention):
+    """Takes whole blocks of eight positions, and masks of numbers."""
+
+    def forward(self, x, mask=None):
+        if x.shape[1] % 8:
+            raise ValueError("the length must be a multiple of 8")
+        return super().forward(x, mask=None if mask is None else mask.bool())
+
+
+def test_a_module_of_long_sequences_and_masks_of_numbers():
+    report = check(OfEights(8, 2), 8, only=["double loop", "boolean masks"])
+    assert report.passed and report["double loop"].note.startswith("length 8")
+    assert report["boolean masks"].note == "means the same"
+
+
 def test_a_subclass_with_an_error_is_held_against_its_parent():
     make = {kind: Attention(8, 2, kind(8, 2), backend="explicit") for kind in (Encoded, SharedSign)}
     assert check(make[Encoded], 8, only=["double loop"]).passed

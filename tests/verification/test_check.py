@@ -109,6 +109,9 @@ def test_rows_and_reports():
     report = Report("layer", (small, large, later, other))
     assert report.headline() == "layer: 1 failed, 1 not verified, 1 passed, 1 not applicable"
     assert (report.failed, report.unverified, report.passed) == (["b"], ["c"], False)
+    assert report["b"] is large
+    with pytest.raises(KeyError, match="no check 'e': the checks are a, b, c, d"):
+        report["e"]
     with pytest.raises(CheckFailed, match="NOT VERIFIED") as raised:
         report.raise_if_failed()
     assert "no mask" not in str(raised.value) and "FAILED" in str(raised.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from genmodels.diffusion import SCHEDULES, DiscreteSchedule
 from genmodels.energy import Energy
@@ -26,6 +27,11 @@ def test_every_check_has_a_mutant():
 def test_every_schedule_passes_the_checks(name):
     kind = SCHEDULES[name]
     check_schedule(kind(num_steps=1000) if issubclass(kind, DiscreteSchedule) else kind()).raise_if_failed()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_tables_of_few_steps_pass_the_checks(steps):
+    check_schedule(DiscreteSchedule(torch.full((steps,), 0.4))).raise_if_failed()
 
 
 @pytest.mark.parametrize("make, shape", [(lambda: EnergyMLP((1, 28, 28), hidden=(8,), spread=5.0), (1, 28, 28)),

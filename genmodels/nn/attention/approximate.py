@@ -44,8 +44,8 @@ def iterated_inverse(A: Tensor, iterations: int) -> Tensor:
 
         Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4,    Z_0 = A^T / (norm_1(A) norm_inf(A))
 
-    The norms are those of each matrix. Rows and columns of zeros stay zero. The error of six iterations is a few per
-    cent.
+    Each matrix of a batch has its own norms. Rows and columns of zeros stay zero. The error of six iterations is a few
+    per cent.
 
     Source: Razavi et al. 2014, equation 11; Xiong et al. 2021, section 3.3.
 

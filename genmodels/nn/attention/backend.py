@@ -129,7 +129,7 @@ def build_mask(
         causal, window, chunk: see `Reach`.
         trigger: `(t (B, Lq), delay)`: a query attends to keys up to absolute index t + delay.
         padding: `(B, 1, Lk)` bool, True = valid key.
-        device: device of the mask; that of trigger or padding by default.
+        device: device of the mask; by default the device of trigger or padding.
 
     Errors: ValueError for a negative window or delay, a size below 1, a padding that is not bool or does not fit.
     Source: chunks: Zhang et al. 2020 (U2), section 3.2; triggers: Moritz et al. 2019, section 2.
@@ -211,7 +211,8 @@ def check_backend(backend: str, derivatives: int, dropout: float, position: Posi
     if backend == "flex" and dropout:
         raise ValueError("FlexAttention has no dropout on weights: use backend = 'auto' or dropout = 0")
     if backend == "flex" and position.score != "none" and not isinstance(position, DistanceBias):
-        raise ValueError(f"backend = 'flex' takes a bias by distance alone, that of {type(position).__name__} is not")
+        raise ValueError(f"backend = 'flex' takes biases that depend on the distance alone, unlike "
+                         f"{type(position).__name__}: use backend = 'auto'")
 
 
 def choose(backend: str, derivatives: int, position: Position, device_type: str) -> tuple[str, str]:
@@ -237,29 +238,31 @@ def choose(backend: str, derivatives: int, position: Position, device_type: str)
 
 
 def count(
-    kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, size: int, masked: bool,
+    kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, itemsize: int, masked: bool,
     rotated: int,
 ) -> Path:
     """The path with its memory beyond q, k, v and the result, of a block of Lq queries and Lk keys.
 
-    `size` is the number of bytes of a value, `rotated` that of all queries and keys, which are rotated before.
+    `itemsize` is the number of bytes of a value; `rotated` the number of queries and keys in all blocks, all of which
+    are rotated first.
     """
-    turned = batch * position.dim * rotated * size if position.rotates else 0
+    rotation = batch * position.dim * rotated * itemsize if position.rotates else 0
     if kind == "flex":
-        return Path(kind, reason, turned + position.heads * (Lq + Lk) * 4)
+        return Path(kind, reason, rotation + position.heads * (Lq + Lk) * 4)
     bias = position.score_elements(batch, Lq, Lk)
     if kind == "explicit":
         # The scores and the weights, in float32 at least.
-        return Path(kind, reason, turned + bias * size + 2 * max(size, 4) * batch * position.heads * Lq * Lk)
+        scores = 2 * max(itemsize, 4) * batch * position.heads * Lq * Lk
+        return Path(kind, reason, rotation + bias * itemsize + scores)
     restricted = masked or not reach.everywhere
     if restricted and bias:
         rows = (batch if masked or position.score == "content" else 1) * position.heads
-        return Path(kind, f"{reason}, joined with the mask", turned + (bias + rows * Lq * Lk) * size)
+        return Path(kind, f"{reason}, joined with the mask", rotation + (bias + rows * Lq * Lk) * itemsize)
     if reach.causal_alone and not masked and Lq == Lk:
-        return Path(kind, f"{reason}; causal within the kernel", turned)
+        return Path(kind, f"{reason}; causal within the kernel", rotation)
     if restricted:
-        return Path(kind, f"{reason}; with a boolean mask", turned + batch * Lq * Lk)
-    return Path(kind, reason, turned + bias * size)
+        return Path(kind, f"{reason}; with a boolean mask", rotation + batch * Lq * Lk)
+    return Path(kind, reason, rotation + bias * itemsize)
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:

@@ -52,7 +52,7 @@ class Slots:
         """The keys and values up to and with these new ones, `(B, H, filled + m, d)`."""
         end = self.filled + k.shape[2]
         if end > self.length:
-            raise ValueError(f"a cache of {self.length} positions was asked for {end}")
+            raise ValueError(f"a cache of {self.length} positions cannot hold {end}")
         if torch.is_grad_enabled():
             past = (k[:, :, :0], v[:, :, :0]) if self.kept is None else self.kept
             self.kept = tuple(torch.cat([old[:, :, : self.filled], new], dim=2)
@@ -107,13 +107,14 @@ def check_call(
     cache: Cache | None,
     offset: int,
 ) -> None:
-    """Raise ValueError for an invalid call, or one whose result with a cache would differ from that of the whole."""
+    """Raise ValueError for an invalid call, or one whose result with a cache would differ from the whole sequence's."""
     name = type(position).__name__
     check_tensors(dim, x, memory, memory_mask)
     if memory is not None and type(position) is not Position and not position.cross:
-        raise ValueError(f"{name} has not declared cross: distances to a memory need a clock that both share")
+        shared = ", or build it with cross=True if both share one index" if position.dims == 1 else ""
+        raise ValueError(f"{name} has no distances between x and a memory: attend to it without a position{shared}")
     if position.dims == 2 and offset:
-        raise ValueError(f"{name} is for whole maps: offset = {offset} has no place there")
+        raise ValueError(f"{name} is for whole maps: leave offset = {offset} out")
     if cache is None:
         return
     if memory is not None or position.dims == 2:
@@ -262,7 +263,7 @@ class Attention(nn.Module):
         return self._weights(self._prepare(x, memory, mask, memory_mask, cache, offset, space))
 
     def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
-        """The output for new positions of a causal sequence with its past in the slots, to which they are added.
+        """The output for new positions of a causal sequence, which are added to the past in the slots.
 
         Shapes: `x (B, m, D)` to the same; `mask (B, 1, filled + m)` bool, True = valid, of past and present.
         """

@@ -47,7 +47,7 @@ def largest_power(heads: int) -> int:
 
 
 def exponents(heads: int) -> list[int]:
-    """n of each slope 2^(-8 n / 2p): even for the slopes of p heads, odd for those of 2p heads only.
+    """n of each slope 2^(-8 n / 2p): even for the slopes of p heads, odd for the slopes that only 2p heads have.
 
     Example:
         >>> [2.0 ** (-8 * n / 8) for n in exponents(6)]
@@ -69,7 +69,7 @@ class T5Bias(DistanceBias):
         dim, heads: those of the attention.
         buckets: number of buckets of both directions together.
         max_distance: upper limit of the start of the last bucket.
-        bidirectional: whether half of the buckets are for the future; if not, it has that of distance 0.
+        bidirectional: whether half of the buckets are for the future; else the future shares the bucket of distance 0.
         cross: see `Position`.
 
     Shapes: table `(buckets, H)`. Errors: ValueError for an odd number of two-way buckets, fewer than two of a

@@ -17,7 +17,7 @@ from genmodels.nn.attention.position import head_width
 
 
 class Past(NamedTuple):
-    """The weights of the last query and the sum of those of all earlier queries, both `(B, H, Lk)`."""
+    """The weights of the last query and the sum of the weights of all earlier queries, both `(B, H, Lk)`."""
 
     previous: Tensor
     cumulative: Tensor
@@ -220,7 +220,7 @@ class Stepwise(Mechanism):
             query: `(B, D)`.
             memory: `(B, Lk, D)`.
             keys: the result of `keys(memory)`; None computes it.
-            state: that of `start` or of the step before.
+            state: the result of `start` or of the step before.
             mask: `(B, 1, Lk)`, True = valid position of memory.
         """
         given = self._admit(query[:, None], memory, None, mask, state)

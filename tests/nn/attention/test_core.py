@@ -58,8 +58,8 @@ X = torch.zeros(2, 4, 8)
     (None, {}, {"memory_mask": torch.ones(2, 1, 4, dtype=torch.bool)}, "memory_mask without memory"),
     (None, {}, {"memory": torch.zeros(3, 4, 8)}, "different batches"),
     (None, {}, {"memory": torch.zeros(2, 4, 7)}, r"memory must be \(B, L, 8\)"),
-    (TransformerXL, {}, {"memory": X}, "TransformerXL has not declared cross"),
-    (Rotary2d, {}, {"memory": X, "space": (2, 2)}, "has not declared cross"),
+    (TransformerXL, {}, {"memory": X}, "TransformerXL has no distances .* cross=True"),
+    (Rotary2d, {}, {"memory": X, "space": (2, 2)}, "has no distances .* without a position$"),
     (Rotary2d, {}, {}, "needs space"),
     (Rotary2d, {}, {"space": (2, 3)}, "does not hold the 4 positions"),
     (Rotary2d, {}, {"space": (2, 2), "offset": 1}, "whole maps"),
@@ -406,7 +406,7 @@ def test_slots_have_an_end_and_may_change_the_mode_of_gradients():
         slots.filled = place + 1
     torch.testing.assert_close(torch.cat(parts, dim=1), attention(x)[0], rtol=1e-10, atol=1e-10)
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="a cache of 6 positions was asked for 7"):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="a cache of 6 positions cannot hold 7"):
             attention.decode(x[:, :1], slots)
 
 
