@@ -25,9 +25,10 @@ from genmodels.energy.function import EnergyFunction, require_energy
 from genmodels.energy.ground_truth import GaussianBase
 from genmodels.energy.kernels import HMC, Kernel, Point, Target
 
-_FEWEST = 20  # smallest effective sample size from which the error of log mean w is about right
-_SHARE = 0.05
+_FEWEST = 20  # effective sample size below which the standard error of log mean w is too small
+_SHARE = 0.05  # least effective sample size, as a share of the chains
 _DISAGREE = 3.0  # standard errors
+_PILOT = 50, 100  # moves of the pilot run: at the first density, and shared by the others (at least one each)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class LogPartition:
         cls, log_w: Tensor, reverse_log_w: Tensor | None, log_base: float, *, dims: int, steps: int, grid: str = "",
         kernel: str = "", acceptance: float = 1.0, reverse: str | None = None,
     ) -> LogPartition:  # fmt: skip
-        """From the weights of both directions, which may be concatenated from several batches of chains."""
+        """The estimate from the weights of both directions, which may come from several batches of chains."""
         log_w = log_w.to(torch.float64)
         count = len(log_w)
         relative = torch.exp(log_w - torch.logsumexp(log_w, 0) + math.log(count))  # w / mean(w)
@@ -96,21 +97,21 @@ class LogPartition:
 
     @property
     def least(self) -> float:
-        """The lower limit of log Z, at 97.5 % on its side."""
-        return min(value - error for value, error in self._spread())
+        """The lower end of the 95 % interval of log Z."""
+        return min(value - error for value, error in self._half_widths())
 
     @property
     def most(self) -> float | None:
-        """The upper limit of log Z, at 97.5 % on its side; None without reverse chains."""
-        return None if self.upper is None else max(value + error for value, error in self._spread())
+        """The upper end of the 95 % interval of log Z; None without reverse chains."""
+        return None if self.upper is None else max(value + error for value, error in self._half_widths())
 
-    def _spread(self) -> list[tuple[float, float]]:
-        """Estimate and bounds, each with t times its standard error."""
+    def _half_widths(self) -> list[tuple[float, float]]:
+        """Estimate and bounds, each with the half-width of its 95 % interval."""
         from scipy import stats
 
         t = float(stats.t.ppf(0.975, max(1, self.chains - 1)))
-        found = [(self.lower, self.lower_stderr), (self.log_z, self.stderr), (self.upper, self.upper_stderr)]
-        return [(value, t * error) for value, error in found if value is not None]
+        pairs = [(self.lower, self.lower_stderr), (self.log_z, self.stderr), (self.upper, self.upper_stderr)]
+        return [(value, t * error) for value, error in pairs if value is not None]
 
     @property
     def consistent(self) -> bool:
@@ -121,15 +122,16 @@ class LogPartition:
     def doubts(self) -> list[str]:
         """Reasons why the estimate and its error are unreliable, with the option that helps; empty if reliable."""
         few, allowed = f"{self.ess:.0f} of {self.chains} chains count", 1 + 0.02 * self.dims
-        doubts = [] if self.consistent else ["forward and reverse chains disagree: more densities="]
+        more = "more steps=" if self.kernel == "diffusion" else "more densities="  # the option of the model's method
+        doubts = [] if self.consistent else [f"forward and reverse chains disagree: {more}"]
         if self.ess < _SHARE * self.chains:
-            doubts.append(f"{few}, at least {_SHARE:.0%} should: more densities=")
+            doubts.append(f"{few}, at least {_SHARE:.0%} should: {more}")
         elif self.ess < _FEWEST:
             doubts.append(f"{few}, at least {_FEWEST} should: more chains=")
         if self.width is None:
             doubts.append("no upper bound")
         elif not self.width <= allowed:
-            doubts.append(f"bounds {self.width:.2f} nats apart, at most {allowed:.2f} should be: more densities=")
+            doubts.append(f"bounds {self.width:.2f} nats apart, at most {allowed:.2f} should be: {more}")
         return doubts
 
     @property
@@ -231,7 +233,7 @@ class AnnealedImportanceSampling:
             generator: keyed by chain, or a torch.Generator.
             chains: number of chains B of each direction.
             samples: (B', *event) draws of the model for the reverse run; None makes them by HMC from the forward run.
-            exact_samples: whether those are exact draws of the model; only then is the upper bound guaranteed.
+            exact_samples: whether `samples` are exact draws of the model; only then is the upper bound guaranteed.
             reverse: whether to run reverse chains too.
             cond: (B, ...) condition, the same for all chains.
             dtype: of the points; energies and weights are float64.
@@ -284,7 +286,8 @@ class AnnealedImportanceSampling:
         accepted = []
         for k, density in moves:
             term = bridge.energy(point, k - 1, self.betas) - bridge.energy(point, k, self.betas)
-            log_w = torch.where(log_w == -torch.inf, log_w, log_w + term)  # outside the support, where it may stay
+            # A chain that starts outside the support of the model has weight zero, whatever its later terms are.
+            log_w = torch.where(log_w == -torch.inf, log_w, log_w + term)
             if density > 0:
                 point, acceptance = self._move(bridge, point, density, generator, sizes)
                 accepted.append(acceptance)
@@ -311,7 +314,7 @@ class AnnealedImportanceSampling:
             bridge.beta = float(self.betas[k])
             point = bridge.recombined(point)
             # Many steps at the first density, then few at each, since neighbouring densities are similar.
-            for _ in range(50 if k == 0 else max(1, 100 // count)):
+            for _ in range(_PILOT[0] if k == 0 else max(1, _PILOT[1] // count)):
                 done += 1
                 size = torch.full((self.tune,), math.exp(log_size), dtype=torch.float64, device=point.x.device)
                 point, move = self.kernel(bridge, point, at_step(generator, done), size)

@@ -9,15 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least, check_number
 from genmodels.core.random import Generator, KeyedGenerator, at_step, child, normal, shared_uniform, uniform
 from genmodels.energy.annealed_importance import LogPartition, for_rows
-from genmodels.energy.function import (
-    EnergyFunction,
-    ScoreFunction,
-    log_density_of,
-    require_energy,
-)
+from genmodels.energy.function import EnergyFunction, ScoreFunction, log_density_of, require_energy
 from genmodels.energy.kernels import ULA, Target, noise_like, positive
 from genmodels.energy.losses import half_square
 
@@ -42,7 +37,7 @@ class DenoisingScoreMatching:
     Arguments:
         sigma: standard deviation of the noise.
 
-    Errors: InputError for a sigma that is not positive.
+    Errors: InputError for a sigma that is not positive and finite.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -53,9 +48,7 @@ class DenoisingScoreMatching:
     """
 
     def __init__(self, *, sigma: float = 0.1):
-        if sigma <= 0:
-            raise InputError(f"sigma = {sigma} must be positive")
-        self.sigma = sigma
+        self.sigma = positive("sigma", sigma)
 
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         noise = normal(x.shape, generator, dtype=x.dtype, device=x.device)
@@ -63,7 +56,7 @@ class DenoisingScoreMatching:
 
 
 def largest_distance(x: Tensor, chunk: int = 1024) -> float:
-    """The largest distance between two events, a choice of the largest noise level.
+    """The largest distance between two events, by which the largest noise level can be chosen.
 
     Source: Song and Ermon 2020, technique 1.
 
@@ -72,7 +65,7 @@ def largest_distance(x: Tensor, chunk: int = 1024) -> float:
         5.0
     """
     rows = x.flatten(1).double()
-    rows = rows - rows.mean(0)  # distances by products keep their digits about zero
+    rows = rows - rows.mean(0)  # cdist takes products, which round less around zero
     return max(float(torch.cdist(some, rows).max()) for some in rows.split(chunk))
 
 
@@ -83,7 +76,7 @@ class NoiseLevels(EnergyFunction):
 
     Arguments:
         network: `network.energy(x, log_snr (B,), cond)` is `(B,)`, as of `Potential`.
-        log_snr: that of the level.
+        log_snr: log-SNR of the level.
 
     Example:
         >>> from genmodels.energy import Potential
@@ -105,8 +98,8 @@ class NoiseLevels(EnergyFunction):
         return [NoiseLevels(self.network, value) for value in values]
 
 
-_NOISIEST = -8.0  # log-SNR
-_LEAST = 0.01  # of the variance of a step without curvature
+_NOISIEST = -8.0  # log-SNR at which the chains start from noise
+_LEAST = 0.01  # smallest variance of a step, as a share of that without curvature
 
 
 class DiffusionImportanceSampling:
@@ -118,7 +111,7 @@ class DiffusionImportanceSampling:
 
     E[w] = Z (2 pi)^{-D/2}, whatever the energies are; with the scores of one diffusion and many steps w is constant.
     For N chains, in expectation, log mean w is below log Z, and log of the mean over N chains and one more that runs
-    from a draw of the model to noise is above it. Both share the N chains, so that they are no independent checks.
+    from a draw of the model to noise is above it. Both share the N chains, so they are not independent checks.
 
     Arguments:
         steps: K, the number of noise levels.
@@ -150,11 +143,11 @@ class DiffusionImportanceSampling:
         """Run both directions and estimate log Z.
 
         Arguments:
-            event_shape: that of x.
+            event_shape: shape of x without the batch.
             generator: keyed by chain, or a torch.Generator.
-            chains: number of chains of each direction.
+            chains: number of chains in each direction.
             samples: (B, *event) exact draws of the model; None draws from the forward chains, by their weights.
-            cond: (B, ...) condition, of all chains the same.
+            cond: (B, ...) condition, the same for all chains.
             dtype: of the points; weights are float64.
 
         Raises:
@@ -187,18 +180,18 @@ class DiffusionImportanceSampling:
     def _forward(
         self, model: NoiseLevels, like: Tensor, generator: Generator, cond: Tensor | None, curvatures: list | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(x_K, log w, the mean of s^2 at every level): from noise to the model."""
-        x, found, path = noise_like(like, at_step(generator, 0)), [], model.path(self.steps)
+        """(x_K, log w, the mean of s^2 at every level) of chains from noise to the model."""
+        x, measured, path = noise_like(like, at_step(generator, 0)), [], model.path(self.steps)
         log_w = half_square(x.double())
         for k, (noisier, cleaner) in enumerate(pairwise(path)):
             score = noisier.score(x, cond).double()
-            found.append(score.square().mean(0))
-            step = _Step(noisier, cleaner, found[-1] if curvatures is None else curvatures[k])
+            measured.append(score.square().mean(0))
+            step = _Step(noisier, cleaner, measured[-1] if curvatures is None else curvatures[k])
             mean = step.mean(x, score)
             x_next = (mean + step.spread * noise_like(x, at_step(generator, 1 + k))).to(x.dtype)
             log_w += step.log_ratio(x, x_next, mean)
             x = x_next
-        return x, log_w - model.energy(x, cond).double(), found
+        return x, log_w - model.energy(x, cond).double(), measured
 
     def _reverse(
         self, model: NoiseLevels, x: Tensor, generator: Generator, cond: Tensor | None, curvatures: list[Tensor]
@@ -215,7 +208,7 @@ class DiffusionImportanceSampling:
 
 
 class _Step:
-    """The kernels q and p between two neighbouring levels."""
+    """The kernels q and p between two neighbouring levels, see `DiffusionImportanceSampling`."""
 
     def __init__(self, noisier: NoiseLevels, cleaner: NoiseLevels, curvature: Tensor):
         before, after = (1 / (1 + math.exp(-level.log_snr)) for level in (noisier, cleaner))  # alpha^2
@@ -224,7 +217,7 @@ class _Step:
         self.spread = (self.v / self.r**2 * (1 - self.v * curvature).clamp(min=_LEAST)).sqrt()
 
     def mean(self, x: Tensor, score: Tensor) -> Tensor:
-        """Of p(x_k|x_{k-1} = x)."""
+        """The mean of p(x_k|x_{k-1} = x)."""
         return (x + self.v * score) / self.r
 
     def log_ratio(self, x: Tensor, x_next: Tensor, mean: Tensor) -> Tensor:
@@ -250,7 +243,8 @@ class ContrastiveDivergence(nn.Module):
         spread: standard deviation of the initial noise.
 
     Shapes: `(model, x (B, *event), generator, cond)` to `(B,)`, B at most `size`.
-    Errors: InputError for a score without energy, or batches larger than the buffer.
+    Errors: InputError for a score without energy, or batches larger than the buffer; ValueError for options out of
+    range.
     Source: Tieleman 2008 (persistent chains); Du and Mordatch 2019, "Implicit generation with energy-based models".
 
     Example:
@@ -265,8 +259,9 @@ class ContrastiveDivergence(nn.Module):
         step_size: float = 0.01, penalty: float = 1e-3, spread: float = 1.0,
     ):
         super().__init__()
-        if not 0 <= restarts <= 1:
-            raise InputError(f"restarts = {restarts} must lie in 0 .. 1")
+        at_least(1, size=size, steps=steps)
+        check_number("restarts", restarts, 0, 1)
+        check_number("penalty", penalty, 0)
         self.kernel, self.steps = ULA(step_size=step_size), steps
         self.restarts, self.penalty, self.spread = restarts, penalty, positive("spread", spread)
         noise = KeyedGenerator(0, torch.arange(size), "replay").normal((size, *event_shape))
@@ -283,13 +278,13 @@ class ContrastiveDivergence(nn.Module):
         """(B, *event) chains after `steps` steps, also stored in the buffer."""
         size = len(self.chains)
         if len(x) > size:
-            raise InputError(f"a batch of {len(x)} is larger than the buffer of {size} chains: raise size")
+            raise InputError(f"a batch of {len(x)} is larger than the buffer of {size} chains: give a larger size")
         # Consecutive chains from a random position, so that no chain is used twice.
         first = int(shared_uniform(1, generator)[0] * size)
         slots = (first + torch.arange(len(x), device=x.device)) % size
         fresh = self.spread * normal(x.shape, generator, dtype=x.dtype, device=x.device)
-        anew = uniform((len(x),), generator, device=x.device) < self.restarts
-        start = torch.where(anew.reshape(-1, *(1,) * (x.dim() - 1)), fresh, self.chains[slots].to(x.dtype))
+        restarted = uniform((len(x),), generator, device=x.device) < self.restarts
+        start = torch.where(restarted.reshape(-1, *(1,) * (x.dim() - 1)), fresh, self.chains[slots].to(x.dtype))
         target = Target(model, cond)
         point = target.evaluate(start)
         step_size = torch.full((len(x),), self.kernel.step_size, device=x.device)

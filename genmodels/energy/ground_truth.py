@@ -54,8 +54,8 @@ class Quadratic(EnergyFunction):
 
     def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         centred, v = x.flatten(1) - self.mean, v.flatten(1)
-        slope, bend = (v @ self.matrix * centred).sum(1), (v @ self.matrix * v).sum(1)
-        return tuple(log_density_of(part) for part in (self.energy(x), slope, bend))
+        slope, curvature = (v @ self.matrix * centred).sum(1), (v @ self.matrix * v).sum(1)
+        return tuple(log_density_of(part) for part in (self.energy(x), slope, curvature))
 
     def sample(self, n: int, generator: Generator) -> Tensor:
         """(n, D) draws of the density itself."""
@@ -225,7 +225,7 @@ class Quadrature:
     Arguments:
         log_z: the logarithm of the integral of exp(-E) over the limits.
         error: bound on its absolute error, as estimated by the rule.
-        limits: (low, high) of each coordinate; Z excludes what is outside.
+        limits: (low, high) of each coordinate; Z excludes the mass outside.
         edge: the largest density on the border, relative to the largest inside; limits are wide enough if this is
             negligible.
         evaluations: number of evaluations of the energy.
@@ -290,9 +290,7 @@ class _Energy:
 def _checked(limits: Limits) -> tuple[tuple[float, float], ...]:
     limits = tuple((float(low), float(high)) for low, high in limits)
     if len(limits) not in (1, 2):
-        raise InputError(
-            f"quadrature is for one or two dimensions, not {len(limits)}: use annealed importance sampling"
-        )
+        raise InputError(f"quadrature is for one or two dimensions, not {len(limits)}: use importance sampling")
     if any(not (math.isfinite(low) and math.isfinite(high) and low < high) for low, high in limits):
         raise InputError(f"limits must be finite pairs (low, high) with low < high, got {limits}")
     return limits

@@ -65,12 +65,12 @@ class DeepKernel(EnergyFunction):
     def trace_and_score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(tr J (B,), s (B, D)), by jets along all coordinates, which cost less than D backward passes."""
         basis = _basis(x)
-        _, slope, bend = self.network.kernel_jets(x, basis)
+        _, slope, curvature = self.network.kernel_jets(x, basis)
         alpha = self.network.alpha if self.alpha is None else self.alpha
         base = [self.network.confinement.jet(x, v) for v in basis]
         energy_slope = torch.stack([one[1] for one in base]) - slope @ alpha  # (D, B)
-        energy_bend = torch.stack([one[2] for one in base]) - bend @ alpha
-        return log_density_of(energy_bend).sum(0), log_density_of(energy_slope).T
+        energy_curvature = torch.stack([one[2] for one in base]) - curvature @ alpha
+        return log_density_of(energy_curvature).sum(0), log_density_of(energy_slope).T
 
     def fit(self, x: Tensor, loss: Loss, generator: Generator, *, chunk: int = 1024) -> None:
         """Set the network's weights to the minimiser of that loss on all of x (N, D), at the end of training."""
@@ -123,15 +123,15 @@ def design(network: DeepKernelEnergy, x: Tensor, loss: Loss, generator: Generato
 
 
 def _exact(network: DeepKernelEnergy, x: Tensor, loss: ExactScoreMatching, generator: Generator) -> Design:
-    gram, pull, bend = _all_coordinates(network, x)
-    return bend, gram, pull
+    gram, pull, curvature = _all_coordinates(network, x)
+    return curvature, gram, pull
 
 
 def _sliced(network: DeepKernelEnergy, x: Tensor, loss: SlicedScoreMatching, generator: Generator) -> Design:
     parts = []
     for v in draw_directions(loss.projection, loss.projections, x, generator):
-        _, slope, bend = network.kernel_jet(x, v)
-        parts.append((bend.mean(0), _outer(slope), _pull(slope, network.confinement.jet(x, v)[1])))
+        _, slope, curvature = network.kernel_jet(x, v)
+        parts.append((curvature.mean(0), _outer(slope), _pull(slope, network.confinement.jet(x, v)[1])))
     return _mean(parts)
 
 
@@ -172,9 +172,7 @@ _DESIGNS = {
 
 def _design_of(loss: Loss):
     if type(loss) not in _DESIGNS:
-        raise InputError(
-            f"there is no closed form for {type(loss).__name__}: use one of the five score-matching losses"
-        )
+        raise InputError(f"there is no closed form for {type(loss).__name__}: use a score-matching loss")
     return _DESIGNS[type(loss)]
 
 
@@ -210,8 +208,8 @@ def _solve(found: Design, network: DeepKernelEnergy) -> Tensor:
     """alpha (L,), in float64 because the matrix is ill-conditioned; NaN if there is no solution."""
     linear, gram, pull = (part.to(torch.float64) for part in found)
     ridge = network.log_ridge.exp().to(torch.float64) * torch.eye(len(linear), dtype=torch.float64, device=gram.device)
-    solved, fault = torch.linalg.solve_ex(gram + ridge, pull - linear)
-    return torch.where(fault == 0, solved, torch.nan).to(network.alpha.dtype)
+    alpha, fault = torch.linalg.solve_ex(gram + ridge, pull - linear)
+    return torch.where(fault == 0, alpha, torch.nan).to(network.alpha.dtype)
 
 
 def _rows(generator: Generator, which: slice) -> Generator:

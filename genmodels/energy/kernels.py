@@ -182,9 +182,9 @@ def noise_like(x: Tensor, generator: Generator) -> Tensor:
 
 
 def positive(name: str, value: float) -> float:
-    """The value; raises InputError unless it is a positive number."""
+    """The value; raises InputError unless it is positive and finite."""
     if not (0 < value < math.inf):
-        raise InputError(f"{name} = {value} must be a positive number")
+        raise InputError(f"{name} = {value} must be positive and finite")
     return float(value)
 
 
@@ -218,7 +218,7 @@ class HMC:
 
     Arguments:
         step_size: e, length of a leapfrog step.
-        leapfrog_steps: number of them per move.
+        leapfrog_steps: number of leapfrog steps per move.
         inverse_mass: 1/m, event-shaped, about the variance of each coordinate; None is one everywhere.
         jitter: the step of each move is e times a uniform draw from 1 - jitter to 1 + jitter; moves of equal length can
             be periodic and never leave an orbit.
@@ -247,7 +247,7 @@ class HMC:
         if inverse_mass is not None and not bool((inverse_mass > 0).all()):
             raise InputError("inverse_mass must be positive everywhere")
         if not 0 <= jitter < 1:
-            raise InputError(f"jitter = {jitter} must lie in 0 .. 1")
+            raise InputError(f"jitter = {jitter} must be from 0 to below 1")
         self.step_size = positive("step_size", step_size)
         self.leapfrog_steps, self.inverse_mass, self.jitter = leapfrog_steps, inverse_mass, jitter
 
@@ -285,7 +285,7 @@ def annealed_langevin(
     Arguments:
         shape: (B, *event).
         sigmas: decreasing noise levels.
-        steps_per_level: steps at each of them.
+        steps_per_level: steps at each noise level.
         step: c, the step size at the smallest level; None is a tenth of sigma_L^2 (the alpha of the source is 2h).
         temperature: tau, a factor on the standard deviation of all noise: densities p^(1/tau^2) at every level.
         denoise: whether to end with the posterior mean.
@@ -327,10 +327,10 @@ def predictor_corrector(
         predictor   x <- x + (sigma_i^2 - sigma_{i+1}^2) s(x, sigma_i) + sqrt(sigma_i^2 - sigma_{i+1}^2) xi
         corrector   x <- x + h s(x, sigma_{i+1}) + sqrt(2h) xi,   h = min(snr^2 D / |s|^2, sigma_{i+1}^2)
 
-    D is the number of scalars, the mean of |xi|^2: a step that depends on its own noise would widen the samples. |s| is
-    that of each example, where the source takes the mean over the batch, and twice our h for the same snr. The bound on
-    h is ours: if the score of an example nearly vanishes, the quotient is unbounded. In few dimensions |s| varies
-    strongly, and the predictor alone (`corrector_steps=0`) is more accurate.
+    D is the number of scalars, the mean of |xi|^2; the source divides |xi|^2 itself, but a step that depends on its own
+    noise widens the samples. |s| is that of each example, where the source takes the mean over the batch, and twice our
+    h for the same snr. The bound on h is ours: without it h is unbounded where the score nearly vanishes. In few
+    dimensions |s| varies strongly, and the predictor alone (`corrector_steps=0`) is more accurate.
 
     The steps have errors of first order in the ratio of the levels: with the exact scores of N(0, 1) and levels from 10
     to 0.01 the standard deviation of samples is 1.7 % too large by 200 levels and 7 % by 50 without corrector; with it
@@ -392,4 +392,4 @@ def _score(model: NoiseConditionalScore, x: Tensor, sigma: float, cond: Tensor |
 
 def _length(x: Tensor) -> Tensor:
     """(B, 1, ..., 1) norms of the events."""
-    return x.flatten(1).norm(dim=1).reshape(-1, *(1,) * (x.dim() - 1)).clamp(min=torch.finfo(x.dtype).tiny)
+    return rows(x.flatten(1).norm(dim=1), x).clamp(min=torch.finfo(x.dtype).tiny)

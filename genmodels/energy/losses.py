@@ -144,8 +144,8 @@ def finite_difference(
         points = torch.cat([x[None], x + moved, x - moved])  # (1 + 2 chunk, B, *event)
         values = log_density(points.flatten(0, 1)).view(len(points), len(x))
         ahead, behind = values[1:].chunk(2)
-        bend = (ahead + behind - 2 * values[:1]) / step**2
-        total = total + (bend + (ahead - behind).square() / (8 * step**2)).sum(0)
+        curvature = (ahead + behind - 2 * values[:1]) / step**2
+        total = total + (curvature + (ahead - behind).square() / (8 * step**2)).sum(0)
     return total / len(directions)
 
 
@@ -281,8 +281,8 @@ class FiniteDifferenceScoreMatching:
         scale: float = 1.0,
         projection_chunk: int = 1,
     ):
-        if step <= 0 or scale <= 0:
-            raise InputError(f"step = {step} and scale = {scale} must be positive")
+        if not (0 < step < math.inf and 0 < scale < math.inf):
+            raise InputError(f"step = {step} and scale = {scale} must be positive and finite")
         self.projection, self.projections = projection_named(projection), _at_least_one(projections)
         self.step, self.scale = step, scale
         self.projection_chunk = _at_least_one(projection_chunk, "projection_chunk")
@@ -334,7 +334,7 @@ class DivergenceGuard:
         >>> guard.check(1, torch.tensor([-1e9]), torch.tensor([3.0]))
         Traceback (most recent call last):
         ...
-        genmodels.core.errors.RunError: energy diverges at step 1: add noise, confinement or a lower learning rate
+        genmodels.core.errors.RunError: energy diverges at step 1: add noise or confinement, ...
     """
 
     def __init__(self, dims: int, *, patience: int = 100):
@@ -345,4 +345,5 @@ class DivergenceGuard:
         large = energy is not None and float(energy.detach().abs().mean()) > 1e6
         self.large = self.large + 1 if large else 0
         if float(loss.detach().mean()) < -1e3 * self.dims or self.large >= self.patience:
-            raise RunError(f"energy diverges at step {step}: add noise, confinement or a lower learning rate")
+            raise RunError(f"energy diverges at step {step}: add noise or confinement, or lower the learning rate "
+                           "(model.noise, model.net.confinement, model.optimizer.lr)")

@@ -70,8 +70,8 @@ def make_network(options: dict | None, event_shape: tuple[int, ...], *args: Any)
 
     Arguments:
         options: keyword options of the network, None for its defaults.
-        event_shape: that of the data.
-        args: the further arguments: number of classes, doubled output, extra channels, two times.
+        event_shape: shape of an item of the data.
+        args: its further arguments: number of classes, doubled output, extra channels, two times.
 
     Example:
         >>> type(make_network({TARGET: NETWORKS["dit"], "depth": 1}, (1, 8, 8))).__name__
@@ -99,7 +99,7 @@ def keywords(cls: type) -> list[str]:
 
 
 def altered(cls: type, options: dict) -> list[str]:
-    """The options that are not a class' defaults.
+    """The names of the options whose values are not the defaults of a class.
 
     Example:
         >>> from genmodels.models.optimizer import Optimizer

@@ -43,12 +43,12 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
         seal(file, header)
 
     write_whole(path, write)
-    for part in _folder(path).glob("step_*.part"):
+    for part in _parts_folder(path).glob("step_*.part"):
         if part.name not in _parts(state):
             part.unlink(missing_ok=True)
     if not _parts(state):
         with suppress(OSError):  # there is none, or it holds something else
-            _folder(path).rmdir()
+            _parts_folder(path).rmdir()
 
 
 def write_parts(path: str | Path, state: dict) -> None:
@@ -62,7 +62,7 @@ def write_parts(path: str | Path, state: dict) -> None:
         RunError: as `write_checkpoint`.
     """
     shares: dict[str, torch.Tensor] = {}
-    state = _each(state, lambda where, value: _taken(where, value, shares))
+    state = _map_leaves(state, lambda where, leaf: _move_shard(where, leaf, shares))
     weights = {where.partition("/")[2]: value for where, value in shares.items() if where.startswith("state_dict/")}
     _require_finite(path, {**state, "state_dict": weights})
     name, digest = f"step_{state['global_step']:08d}_{rank_world()[0]}_{secrets.token_hex(4)}.part", ""
@@ -73,7 +73,7 @@ def write_parts(path: str | Path, state: dict) -> None:
         file.seek(0)
         digest = checksum(file)
 
-    write_whole(_folder(path) / name, write)
+    write_whole(_parts_folder(path) / name, write)
     parts = dict(gather([(name, digest)]))
     if rank_world()[0] == 0:
         write_checkpoint(path, {**state, "parts": parts})
@@ -85,13 +85,13 @@ def join_parts(path: str | Path) -> None:
     Raises:
         RunError: as `read_checkpoint`.
     """
-    if _folder(path).is_dir():
+    if _parts_folder(path).is_dir():
         state = read_checkpoint(path)
         state.pop("parts", None)
         write_checkpoint(path, state)
 
 
-def _folder(path: str | Path) -> Path:
+def _parts_folder(path: str | Path) -> Path:
     return Path(path).with_suffix(".parts")
 
 
@@ -100,17 +100,17 @@ def _parts(state: Any) -> dict[str, str]:
     return state.get("parts", {}) if isinstance(state, dict) else {}
 
 
-def _each(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
-    """A nested value with each leaf replaced by `change(path, leaf)`; the path joins keys and positions by slashes."""
+def _map_leaves(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
+    """A nested value with each leaf replaced by `change(path, leaf)`; a path is keys and positions, with slashes."""
     prefix = f"{where}/" if where else ""
     if isinstance(value, dict):
-        return {key: _each(item, change, f"{prefix}{key}") for key, item in value.items()}
+        return {key: _map_leaves(item, change, f"{prefix}{key}") for key, item in value.items()}
     if type(value) is list:
-        return [_each(item, change, f"{prefix}{number}") for number, item in enumerate(value)]
+        return [_map_leaves(item, change, f"{prefix}{number}") for number, item in enumerate(value)]
     return change(where, value)
 
 
-def _taken(where: str, value: Any, shares: dict[str, torch.Tensor]) -> Any:
+def _move_shard(where: str, value: Any, shares: dict[str, torch.Tensor]) -> Any:
     """An empty tensor in place of a sharded one, whose shard is moved to `shares`."""
     if not hasattr(value, "to_local"):
         return value
@@ -118,7 +118,7 @@ def _taken(where: str, value: Any, shares: dict[str, torch.Tensor]) -> Any:
     return torch.empty(0, dtype=value.dtype)
 
 
-def _whole(path: str | Path, state: dict, map_location) -> dict:
+def _with_shards(path: str | Path, state: dict, map_location) -> dict:
     """A checkpoint with the tensors of its parts, joined along their first dimension, as FSDP2 has cut them.
 
     Raises:
@@ -126,7 +126,7 @@ def _whole(path: str | Path, state: dict, map_location) -> dict:
     """
     shares = []
     for name, digest in state["parts"].items():
-        part = _folder(path) / Path(name).name
+        part = _parts_folder(path) / Path(name).name
         try:
             with open(part, "rb") as file:
                 found = checksum(file)
@@ -139,7 +139,7 @@ def _whole(path: str | Path, state: dict, map_location) -> dict:
         for where, value in shares[-1].items():
             if (reason := _misdeclared(where, value, part.stat().st_size)) is not None:
                 raise RunError(f"{part}: malformed: {reason}")
-    return _each(state, lambda where, value: torch.cat([s[where] for s in shares]) if where in shares[0] else value)
+    return _map_leaves(state, lambda path, leaf: torch.cat([s[path] for s in shares]) if path in shares[0] else leaf)
 
 
 def _require_finite(path: str | Path, state: dict) -> None:
@@ -188,7 +188,7 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
             state = {"genmodels": header, "state_dict": load_file(path, device=str(map_location))}
         else:
             state = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
-            state = _whole(path, state, map_location) if _parts(state) else state
+            state = _with_shards(path, state, map_location) if _parts(state) else state
     except RunError:
         raise
     except Exception as error:  # a malformed pickle raises any exception
@@ -213,7 +213,7 @@ def _nonfinite_weight(state: dict) -> str | None:
 
 
 def _mismatch(state: Any, header: dict, size: int) -> str | None:
-    """The reason why a checkpoint does not fit its header or the size of its file; None if it does."""
+    """Why a checkpoint does not fit its header or the size of its file; None if it does."""
     if not isinstance(state, dict) or state.get("genmodels") != header:
         return "its header is not the one that was saved with its weights"
     weights = state.get("state_dict")
@@ -239,7 +239,7 @@ def _misdeclared(name: str, value: torch.Tensor, size: int) -> str | None:
 
 def _size(path: str | Path, state: Any) -> int:
     """Bytes of a checkpoint with its parts."""
-    files = [Path(path), *(_folder(path) / Path(name).name for name in _parts(state))]
+    files = [Path(path), *(_parts_folder(path) / Path(name).name for name in _parts(state))]
     return sum(file.stat().st_size for file in files)
 
 
@@ -265,10 +265,10 @@ def check_resumable(state: dict) -> None:
 
 
 def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
-    """As `read_checkpoint`, of a checkpoint from which a run can resume.
+    """Read a checkpoint from which a run can resume.
 
     Raises:
-        RunError: also if it lacks the state of training.
+        RunError: as `read_checkpoint`, and for a checkpoint without the state of training.
     """
     state = read_checkpoint(path, map_location=map_location, mmap=mmap)
     try:
@@ -293,7 +293,7 @@ def restoring(path: Path | None, begun: Callable[[], bool]) -> Iterator[None]:
         raise RunError(f"{path}: no run can go on from it ({with_class(error)})") from error
 
 
-_SLACK = 2**28  # bytes of tensors of a model that are not in its checkpoint
+_SLACK = 2**28  # bytes allowed for tensors of a model that are not in its checkpoint
 _OVERHEAD = 2**14  # approximate bytes of a parameter or module without its values
 
 

@@ -30,8 +30,8 @@ from genmodels.energy import DiffusionImportanceSampling, LogPartition, NoiseLev
 from genmodels.models.diffusion import DiffusionModel
 from genmodels.nn import MLPDenoiser, UNet
 
-LEVEL = 4.0  # log-SNR of energies by default: noise of an eighth of the largest value
-_ROUNDING = 1e-6  # of the ends of a schedule
+LEVEL = 4.0  # default log-SNR of energies: noise of an eighth of the largest value of the data
+_ROUNDING = 1e-6  # tolerance at the ends of a schedule
 _WHOLE = (torch.int64, torch.int32)  # types of labels
 
 
@@ -210,7 +210,7 @@ class EnergyDDPM(DiffusionModel):
 
     @torch.no_grad()
     def energies(self, batch: Batch, *, log_snr: float = LEVEL, weights: str | float = "ema") -> Tensor:
-        """(B,) E of items, scaled by alpha of a noise level, of which no noise is added.
+        """(B,) E at alpha x_0, the mean of x_t at a noise level; no noise is added.
 
         Only differences between items of the same class and level have a meaning: they are those of -log p.
 
@@ -226,10 +226,10 @@ class EnergyDDPM(DiffusionModel):
         if self.conditional and batch.cond is not None:
             batch = replace(batch, cond=self._labels_of(batch))
         alpha, _ = alpha_sigma(torch.tensor(log_snr, dtype=torch.float64))
-        return self.level(log_snr, weights).energy(float(alpha) * self._entered(batch), self._cond(batch))
+        return self.level(log_snr, weights).energy(float(alpha) * self._network_input(batch), self._cond(batch))
 
     def _labels_of(self, batch: Batch) -> Tensor:
-        """The classes of items; the number of classes stands for none, where the model has learned that."""
+        """The checked classes of items; the number of classes stands for no class, if the model has learned that."""
         labels, most = batch.cond, self.num_classes - (not self.has_null_class)
         if isinstance(labels, list | tuple) and len(labels) == len(batch):
             labels = self.labels(labels, torch.arange(len(batch)))
@@ -248,7 +248,7 @@ class EnergyDDPM(DiffusionModel):
         exp(-E)/Z is a density of noisy data: it is no likelihood of the data, which `log_likelihood` bounds.
 
         Arguments:
-            cond: the class, None for no class, which a model trained with cond_drop=0 does not know.
+            cond: the class; None for no class, not for a model trained with cond_drop=0.
             log_snr: the noise level.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the chains.

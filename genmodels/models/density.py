@@ -51,7 +51,7 @@ def is_energy(model: GenerativeModel) -> bool:
 
 
 def is_of_noisy_data(model: GenerativeModel) -> bool:
-    """Whether the model has the density of data with noise alone, hence no likelihood: a flow trained with `augment`.
+    """Whether the model has only the density of noisy data, hence no likelihood: a flow trained with `augment`.
 
     Example:
         >>> from genmodels.core.data import DataSpec
@@ -63,10 +63,10 @@ def is_of_noisy_data(model: GenerativeModel) -> bool:
     return getattr(getattr(model, "core", None), "kind", None) == "unnormalised"
 
 
-_ROWS = 4096
-_CROWD, _DEPTH = 16, 40  # samples in a cell of an integral at most
+_ROWS = 4096  # points in one call of a density on a grid
+_MOST_SAMPLES, _DEPTH = 16, 40  # samples in a cell of an integral at most, and how often it is quartered for that
 _NODES = 5  # points along each side of a cell
-_CELLS = 512  # cells in one call of the density
+_CELLS = 512  # cells in one call of a density
 
 
 def extent_of(points: Tensor) -> list[float]:
@@ -91,7 +91,7 @@ def midpoints(extent: list[float], size: int) -> Tensor:
 
 
 def width_of(model) -> torch.dtype:
-    """The floating-point type of a model's weights."""
+    """The floating-point type of the weights of a model."""
     return next((p.dtype for p in model.core.parameters() if p.is_floating_point()), torch.float32)
 
 
@@ -129,15 +129,17 @@ def over_the_plane(
 ) -> tuple[float, float, int]:
     """The integral of a density over the whole plane, its error, and the number of points it took.
 
-    The plane is mapped to a square, u = t / (1 - t^2) in each coordinate, in units of the samples' deviations, and the
-    square cut into cells that are quartered, where they hold many samples and then where that changes their mass, until
-    the changes add up to `settled`, or `most` points are spent. What samples, and points beyond the outermost ones,
-    show of a peak between the points of the rule counts as error too. Densities along a line thinner than a thousandth
-    of its length do not settle.
+    The plane is mapped to a square, u = t / (1 - t^2) in each coordinate, in units of the samples' standard deviations.
+    The square is cut into cells, which are quartered where they hold many samples, and then where that changes their
+    mass, until the changes add up to less than `settled` or `most` points are used. A peak between the points of the
+    rule that samples, or points beyond the outermost ones, reveal counts as error too. The rule does not converge for
+    densities along a line that is thinner than a thousandth of its length.
 
     Arguments:
         log_density: of points (N, 2) float64.
-        samples: (N, 2) float64 of the density, or nearly: peaks that they show are found.
+        samples: (N, 2) float64 draws of the density or of a similar one; peaks are found where they lie.
+        settled: tolerance of the integral.
+        most: most points that are used, apart from those of the last refinement.
 
     Example:
         >>> x = torch.randn(500, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -150,10 +152,10 @@ def over_the_plane(
     probes = torch.cat([samples, _beyond(samples)])
     along = (probes - centre) / scale
     t = 2 * along / (1 + (1 + 4 * along.square()).sqrt())
-    low, size, owner = _crowded(t, len(samples))
+    low, size, owner = _split_by_samples(t, len(samples))
     height = torch.cat([log_density(rows) for rows in probes.split(_CELLS * _NODES**2)])
     height = height.to(t.dtype).exp() * _slope(t, scale)
-    coarse, mass, doubt, seen = _masses(log_density, centre, scale, low, size)[0], 0.0, 0.0, len(probes)
+    coarse, mass, total_error, seen = _masses(log_density, centre, scale, low, size)[0], 0.0, 0.0, len(probes)
     while len(low):
         # Compare each cell with its four quarters, and finish the cells with the smallest changes.
         owner = 4 * owner + _quarter_of(t, low[owner], size[owner])
@@ -165,16 +167,16 @@ def over_the_plane(
         fine = fine.view(-1, 4)
         error = ((fine.sum(1) - coarse).abs() + missed.view(-1, 4).sum(1)).nan_to_num(math.inf)
         order = error.argsort()
-        sums = doubt + error[order].cumsum(0)
-        every = bool(sums[-1] <= settled) or seen > most
+        sums = total_error + error[order].cumsum(0)
+        finish = bool(sums[-1] <= settled) or seen > most
         done = torch.zeros_like(error, dtype=torch.bool)
-        done[order] = every | (sums <= (doubt + settled) / 2)
-        mass, doubt = mass + float(fine[done].sum()), doubt + float(error[done].sum())
+        done[order] = finish | (sums <= (total_error + settled) / 2)
+        mass, total_error = mass + float(fine[done].sum()), total_error + float(error[done].sum())
         left = ~done.repeat_interleave(4)
         low, size, coarse = low[left], size[left], fine[~done].flatten()
         stays = left[owner]
         t, height, owner = t[stays], height[stays], (left.cumsum(0) - 1)[owner[stays]]
-    return mass, doubt, seen
+    return mass, total_error, seen
 
 
 def _beyond(samples: Tensor) -> Tensor:
@@ -185,15 +187,15 @@ def _beyond(samples: Tensor) -> Tensor:
     return torch.cat([samples + step, samples + 2 * step])
 
 
-def _crowded(points: Tensor, samples: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_by_samples(points: Tensor, samples: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cells (corner, size) of the square [-1, 1)^2 with few of the first `samples` points each, and every point's cell.
 
-    A cell with many may hold a peak between the points of the rule.
+    A cell with many samples may hide a peak between the points of the rule.
     """
     low, size = points.new_full((1, 2), -1.0), points.new_full((1,), 2.0)
     owner = torch.zeros(len(points), dtype=torch.long, device=points.device)
     for _ in range(_DEPTH):
-        full = torch.bincount(owner[:samples], minlength=len(low)) > _CROWD
+        full = torch.bincount(owner[:samples], minlength=len(low)) > _MOST_SAMPLES
         if not bool(full.any()):
             break
         # Full cells are replaced by their quarters, after the cells that stay.
@@ -217,14 +219,14 @@ def _quarters(low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slope(t: Tensor, scale: Tensor) -> Tensor:
-    """The area of the plane for one of the square, at points of the square."""
+    """The determinant of the map from the square to the plane, at points of the square."""
     return ((1 + t.square()) / (1 - t.square()).square()).prod(1) * scale.prod()
 
 
 def _masses(log_density: Callable, centre: Tensor, scale: Tensor, low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """The integral of the density over each cell of the square by the rule of Gauss and Legendre, and its largest term.
+    """The integral of the density over each cell of the square, by Gauss-Legendre rules, and its largest value there.
 
-    The term is a density in the square.
+    That value is a density in the square.
     """
     nodes, weights = (torch.as_tensor(v, dtype=low.dtype, device=low.device)
                       for v in np.polynomial.legendre.leggauss(_NODES))

@@ -41,9 +41,10 @@ from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
 COMPARED = 1000  # held-out items, and as many samples, between which validation takes the energy distance
-#: How validation solves the ODE of a flow, and the network evaluations, one for the value and D for the divergence of
-#: each item, that it spends on a stage of the solver: a thousand items in the plane.
-_SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
+_VALIDATION_ODE = {"solver": "rk4", "steps": 12, "variable": "time"}
+#: Network evaluations in validation at each stage of this solver; an item takes one for its velocity and D for the
+#: divergence, so that a thousand items in the plane are solved.
+_VALIDATION_EVALUATIONS = 3000
 
 
 class DiffusionModel(GenerativeModel):
@@ -75,13 +76,13 @@ class DiffusionModel(GenerativeModel):
 
     #: The default sampler.
     default_sampler = "dpmpp_2m"
-    #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The ELBO is
-    #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
+    #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The ELBO
+    #: belongs to a stochastic sampler, and a small error of the velocity near the data lowers it far more.
     validates_by_ode = False
     has_ode_likelihood = True
-    #: Whether its predictions are means of the data given x_t, and so contain the velocity of a flow.
+    #: Whether it predicts the mean of the data given x_t, which determines the velocity of a flow.
     has_velocity = True
-    #: Families without a velocity from which it learns all the same.
+    #: Families without a velocity that can nevertheless be its teachers.
     learns_from: tuple[str, ...] = ()
 
     def __init__(
@@ -112,7 +113,7 @@ class DiffusionModel(GenerativeModel):
     def network(
         self, *, learned_variance: bool = False, self_conditioning: bool = False, two_times: bool = False
     ) -> nn.Module:
-        """The network of the option `net`, as `make_network` builds it; a module as it is."""
+        """The network of the option `net`, built by `make_network` unless it is a module already."""
         net = self.hparams["net"]
         if isinstance(net, nn.Module):
             return net
@@ -120,7 +121,7 @@ class DiffusionModel(GenerativeModel):
         return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate, two_times)
 
     def assemble(self, core: Denoiser, elbo: Elbo | None, objective: Objective) -> None:
-        """Called last in a family's constructor: the denoiser, its bound if it has one, and its objective."""
+        """Set the denoiser, its bound (if it has one) and its objective; called last in a family's constructor."""
         self.core, self.objective, self.variance = core, objective, "beta" if elbo is None else elbo.variance
         if elbo is not None:
             self.elbo = elbo
@@ -131,8 +132,8 @@ class DiffusionModel(GenerativeModel):
             name=self.default_sampler)
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
-    def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """The rows of all processes in the order of the global batch, and the slice of those of this process."""
+    def _global_batch(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """The rows of all processes in the order of the global batch, and the slice of this process in them."""
         rank, world = rank_world()
         if world == 1:
             return rows, slice(None)
@@ -149,7 +150,7 @@ class DiffusionModel(GenerativeModel):
     def initialize(self, batch: Batch) -> None:
         """Mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
-            mean, std = moments(self._filled(batch).double(), batch.mask)
+            mean, std = moments(self._with_noise(batch).double(), batch.mask)
             require_spread(self.spec, std)
             self.location.copy_(mean)
             self.scale.copy_(std)
@@ -171,20 +172,20 @@ class DiffusionModel(GenerativeModel):
             return to_levels(require_finite_rows(x), self.spec.levels).to(kind)
         return x * self.scale + self.location
 
-    def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
-        """Mels with noise, by default keyed by item; other data unchanged."""
+    def _with_noise(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
+        """Mels with noise, by default noise keyed by item; other data unchanged."""
         return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))
 
-    def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
+    def _network_input(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
         """The batch as the network sees it, zero where it is padded."""
-        return hide(self.encode(self._filled(batch, generator)), batch.mask)
+        return hide(self.encode(self._with_noise(batch, generator)), batch.mask)
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """The objective at one time per example: bounds in bits/dim; parts carry their unit in their name."""
+        """The objective at one time per example, bounds in bits/dim; the names of the parts contain their units."""
         cond = self._hidden(self._cond(batch), generator)
-        x0 = self._entered(batch, generator)
+        x0 = self._network_input(batch, generator)
         out = self.objective(self.core, x0, cond, generator, *rank_world(), batch.mask)
         self.objective.observe(out)
         if not self.objective.in_nats:
@@ -198,7 +199,7 @@ class DiffusionModel(GenerativeModel):
         self.objective.learn(self.all_gather)
 
     def validation_options(self) -> dict:
-        """An estimate of the ELBO: eight terms, twice."""
+        """Estimate the ELBO from eight terms, in two replicates."""
         return {"draws": min(8, self.num_steps - 1)}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -207,16 +208,16 @@ class DiffusionModel(GenerativeModel):
         if not self.validates_by_ode or spec.levels is not None or spec.mel is not None or spec.dims > EXACT_UP_TO:
             super().validation_step(batch, batch_idx)
             return
-        first = batch.rows(batch.item_index < _SOLVED_ROWS // (1 + spec.dims))
+        first = batch.rows(batch.item_index < _VALIDATION_EVALUATIONS // (1 + spec.dims))
         if len(first):
-            self._pending.append(self.ode_likelihood(first, seed=self.seed, **_SOLVED).cpu())
+            self._pending.append(self.ode_likelihood(first, seed=self.seed, **_VALIDATION_ODE).cpu())
 
     @torch.no_grad()
     def keep_samples(self, batch: Batch, *, steps: int | None = None, start: Tensor | None = None) -> None:
         """In validation: keep items, and as many samples of their classes, from `start` or from noise keyed by item."""
         if len(batch) == 0:
             return
-        x0, options = self._entered(batch), SamplingOptions(steps=steps)
+        x0, options = self._network_input(batch), SamplingOptions(steps=steps)
         drawn = self.sampler(
             self.sampler.plan(self.core.schedule, options), self.weights(), x0.shape, options,
             KeyedGenerator(self.seed, batch.item_index, "validate"), cond=self._cond(batch), mask=batch.mask,
@@ -256,7 +257,7 @@ class DiffusionModel(GenerativeModel):
             seed: seed of the noise, which is keyed by (seed, item, term).
             bound, draws, replicates, rows: see `Elbo`.
         """
-        x0, index = self._entered(batch), batch.item_index
+        x0, index = self._network_input(batch), batch.item_index
         found, profile, made = self.elbo(
             self.weights(weights), x0, self.elbo.times(self.core.schedule), KeyedGenerator(seed, index, "elbo"),
             cond=self._cond(batch), mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
@@ -288,7 +289,7 @@ class DiffusionModel(GenerativeModel):
             z, volume = ode.start(denoiser, x0, log_snr, noise, self.decoder, cond=cond, mask=mask)
             return z, volume if self.spec.levels is not None else volume - self._log_scale(mask)
 
-        noisy = replace(batch, x=self._filled(batch))
+        noisy = replace(batch, x=self._with_noise(batch))
         found = ode(denoiser, self.spec, noisy, self._cond(batch), start, log_snr, seed=seed)
         found.made |= {"noise": self.noise} if self.noise else {}
         found.made |= {"seed": seed} | self._given(batch, weights)
@@ -304,7 +305,7 @@ class DiffusionModel(GenerativeModel):
     @torch.no_grad()
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by any sampler of diffusion: free, around a known part (`known`), or from an item (`edit`)."""
-        self._check_material(options)
+        self._check_events(options)
         index, known, edit = self.numbered(options.n, options.start), options.known, options.edit
         denoiser, generator = self.weights(options.weights), KeyedGenerator(options.seed, index, "sample")
         if options.along is not None:
@@ -340,19 +341,20 @@ class DiffusionModel(GenerativeModel):
         made |= {"guidance_interval": list(options.guidance_interval)} if options.guidance_interval is not None else {}
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
-    def _check_material(self, options: SamplingOptions) -> None:
+    def _check_events(self, options: SamplingOptions) -> None:
+        """Raise InputError for an event to complete or to edit that has another shape than the data."""
         for event in (options.known, options.edit):
-            if event is not None and (event.shape != self.spec.event_shape or options.size is not None):
-                raise InputError(
-                    f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}: leave size out"
-                )
+            if event is not None and options.size is not None:
+                raise InputError(f"size={list(options.size)} does not go with a given event: leave size out")
+            if event is not None and event.shape != self.spec.event_shape:
+                raise InputError(f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}")
 
     def _start(self, options: SamplingOptions, index: Tensor, labels: Tensor | None) -> Tensor | None:
         """Where the samples start, in the network's units; None for noise."""
         return None
 
     def _labels(self, options: SamplingOptions, index: Tensor) -> Tensor | None:
-        """The labels of the samples, None for no class."""
+        """The labels of the samples; None for samples without a class."""
         guidance, cond = options.guidance, options.cond
         if guidance != 1 and self.num_classes is None:
             raise InputError("guidance needs a model with classes: leave it out")
@@ -369,8 +371,8 @@ class DiffusionModel(GenerativeModel):
         if size is None or list(size) == space:
             return self.spec.event_shape
         if not space or len(size) != len(space) or min(size) < 1:
-            like = "samples of vectors have no size" if not space else f"size has {len(space)} numbers of at least 1"
-            raise InputError(f"{like}, got {list(size)}")
+            rule = "samples of vectors have no size" if not space else f"size has {len(space)} numbers of at least 1"
+            raise InputError(f"{rule}, got {list(size)}")
         if self.spec.levels is None:
             raise InputError(
                 f"continuous data are standardised at each position: their size is {space}, not {list(size)}"
@@ -381,7 +383,7 @@ class DiffusionModel(GenerativeModel):
 
     @torch.no_grad()
     def latents(self, batch: Batch, weights: str | float = "ema", steps: int = _LATENT_STEPS) -> Latents:
-        """The noise from which the probability-flow ODE leads to these data; data without labels under no class."""
+        """The noise from which the probability-flow ODE leads to these data; without labels, under no class."""
         x0, times = self.encode(batch.x), self._latent_times(steps)
         return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch), mask=batch.mask),))
 
@@ -402,7 +404,7 @@ class DiffusionModel(GenerativeModel):
         self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The end of the probability-flow ODE from noise (B, *event), in the network's units, by steps of Heun."""
+        """The end of the probability-flow ODE from noise (B, *event), in the network's units, by Heun's method."""
         generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
         return run_sampler(
             self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
@@ -422,17 +424,17 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
         path: the checkpoint, as `ckpt=` of the commands takes it: a run folder too.
 
     Raises:
-        InputError: for another kind of model, other data or other classes, or a student that would ask for no class
-            where the teacher has learned none.
+        InputError: for another kind of model, other data or other classes, or a student that needs predictions without
+            a class from a teacher that always has one.
     """
     with torch.random.fork_rng():  # building the teacher must not change the random numbers of training
         teacher, _ = load_model(located(path), device=str(student.device))
-    if isinstance(teacher, DiffusionModel) and teacher.spec.source != student.spec.source:
-        begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
-        raise InputError(f"{option}={path} begins at {begins[0]}, and this model at {begins[1]}")
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
         raise InputError(f"{option}={path} holds {an(teacher.family)} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
+    if teacher.spec.source != student.spec.source:
+        starts = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
+        raise InputError(f"{option}={path} starts from {starts[0]}, and this model from {starts[1]}")
     if (teacher.spec.levels is None) != (student.spec.levels is None):
         kinds = ["continuous" if model.spec.levels is None else "integer" for model in (teacher, student)]
         raise InputError(f"{option}={path} was trained on {kinds[0]} data, and this model is for {kinds[1]} data")
@@ -441,8 +443,8 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     if not teacher.has_velocity and teacher.family not in student.learns_from:
         raise InputError(f"{option}={path} holds {an(teacher.family)}, which has no velocity to follow: take a "
                          "diffusion or flow-matching model")
-    asks_for_none = option == "distill" and not (student.conditional and student.cond_drop == 0)
-    if teacher.conditional and not teacher.has_null_class and asks_for_none:
+    without_class = option == "distill" and not (student.conditional and student.cond_drop == 0)
+    if teacher.conditional and not teacher.has_null_class and without_class:
         raise InputError(f"{option}={path} was trained with cond_drop=0 and so has no output without a class: "
                          "give model.class_conditional=true model.cond_drop=0")
     return teacher

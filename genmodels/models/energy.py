@@ -48,7 +48,7 @@ from genmodels.nn.energy_nets import DeepKernelEnergy, EnergyConv, EnergyMLP, UN
 from genmodels.plots.images import picture_of_fields
 
 NETWORKS = {"mlp": EnergyMLP, "conv": EnergyConv, "unet": UNetEnergy, "deep_kernel": DeepKernelEnergy}
-_FIT_ROWS = 8192  # training items that the last weights of a deep kernel are solved on
+_FIT_ROWS = 8192  # training items on which the last weights of a deep kernel are fitted
 
 
 class EnergyModel(ScoreMatched):
@@ -141,8 +141,8 @@ class EnergyModel(ScoreMatched):
         return DeepKernelLoss(loss=found) if self.kind == "deep_kernel" else found
 
     def _forget(self) -> None:
-        """Drop the cached results of former weights."""
-        self._settled: dict = {}
+        """Drop what was cached for former weights."""
+        self._fitted: dict = {}
         self._normalisers: dict = {}
         self._samplers: dict = {}
 
@@ -182,15 +182,15 @@ class EnergyModel(ScoreMatched):
     def weights(self, which: str | float = "ema") -> nn.Module:
         """The core with averaged or raw weights; the last weights of a deep kernel are fitted at their first use."""
         core = super().weights(which)
-        if self.kind == "deep_kernel" and self._settled.get(which) != self._state_of(core):
+        if self.kind == "deep_kernel" and self._fitted.get(which) != self._state_of(core):
             rows = self.fit_rows[: int(self.fit_count)]
             noise = KeyedGenerator(self.seed, torch.arange(len(rows), device=rows.device), "fit")
             core.fit(rows, self.objective.loss, noise)
-            self._settled[which] = self._state_of(core)
+            self._fitted[which] = self._state_of(core)
         return core
 
     def _state_of(self, core: nn.Module) -> tuple[int, int]:
-        """Another value after every change of the weights, by training or in place."""
+        """A value that changes with every change of the weights, by training or in place."""
         return self.batches_seen, sum(0 if p.is_inference() else p._version for p in core.parameters())
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
@@ -329,8 +329,8 @@ class EnergyModel(ScoreMatched):
         core, log_z = self.weights(), self.normaliser().log_z
 
         def log_density(x: Tensor) -> Tensor:
-            nothing = KeyedGenerator(0, torch.zeros(len(x), dtype=torch.int64, device=x.device), "no noise")
-            z, volume = self.encoding(x, nothing)
+            unused = KeyedGenerator(0, torch.zeros(len(x), dtype=torch.int64, device=x.device), "no noise")
+            z, volume = self.encoding(x, unused)
             return core.log_density(z) - log_z + volume
 
         def shown(x: Tensor) -> Tensor:

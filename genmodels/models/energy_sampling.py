@@ -23,11 +23,11 @@ from genmodels.energy import (
 )
 from genmodels.models.score_matching import MOST_PAIRS
 
-#: Half-widths of the boxes of quadrature, in standard deviations of the data, from which the first is taken whose
-#: density at the edge is at most _EDGE.
+#: Half-widths of the boxes of quadrature in standard deviations of the data, of which the first is taken with a density
+#: below _EDGE at its border, relative to the largest.
 _BOXES = (8.0, 12.0, 18.0, 27.0, 40.0)
 _EDGE = 1e-9
-_BROAD = 2.0  # covariance of the base over that of the data
+_BROAD = 2.0  # ratio of the base's covariance to that of the data
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def by_quadrature(model: EnergyFunction, dims: int) -> Normaliser:
         if found.edge < _EDGE:
             made = {"estimate": "quadrature", "log_z": found.log_z, "log_z_error": float(found.error), "box": half}
             return Normaliser(found.log_z, "exact", made)
-    raise RunError(f"exp(-E) does not fall off within {_BOXES[-1]:g} standard deviations: train longer, or with noise")
+    raise RunError(f"exp(-E) does not fall off within {_BOXES[-1]:g} standard deviations: train longer, or with noise "
+                   "(model.noise=0.05)")
 
 
 def by_annealing(
@@ -103,7 +104,7 @@ def inverse_mass(base: GaussianBase) -> Tensor:
     return variances.view_as(base.mean)
 
 
-#: What `sampler=` may be for energies.
+#: The values of `sampler=` for energies.
 SAMPLERS = ("annealed", *KERNELS)
 #: Default steps of each: densities between base and model, or moves of a chain.
 STEPS = {"annealed": 100, "hmc": 200, "mala": 1000, "ula": 1000}
@@ -137,14 +138,14 @@ def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> Non
         Traceback (most recent call last):
         ...
         ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this sampler draws from p^beta by \
-inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_temperature=2)
+inverse_temperature=beta (for p^(1/T), temperature=0.5 is inverse_temperature=2)
     """
     check_temperature(temperature)
     check_temperature(inverse_temperature, "inverse_temperature", positive=True)
     if temperature != 1:
-        former = temperature and f" (what was p^(1/T) by {temperature=:g} is inverse_temperature={1 / temperature:g})"
+        former = f" (for p^(1/T), {temperature=:g} is inverse_temperature={1 / temperature:g})" if temperature else ""
         raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this sampler draws from "
-                         f"p^beta by inverse_temperature=beta{former or ''}")
+                         f"p^beta by inverse_temperature=beta{former}")
 
 
 class Sampler:

@@ -47,10 +47,10 @@ class FlowMapModel(DiffusionModel):
 
     def __init__(self, spec: DataSpec, *, coupling: CouplingName = "independent", **shared):
         super().__init__(spec, **shared)
-        self.coupling = Coupling(coupling, whole=self._whole)
+        self.coupling = Coupling(coupling, whole=self._global_batch)
 
     def assemble_map(self, objective: FlowMapMatching) -> None:
-        """Called last in a family's constructor."""
+        """Build the flow map for an objective; called last in a family's constructor."""
         core = FlowMap(self.network(two_times=True))
         objective.check(core)
         elbo = Elbo(self.decoder, self.num_steps, "beta" if self.spec.levels is None else "beta_tilde")
@@ -150,7 +150,7 @@ class StepModel(DiffusionModel):
         self.distill = distill
 
     def assemble_steps(self, objective: Consistency | ProgressiveDistillation) -> None:
-        """Called last in a family's constructor."""
+        """Build the denoiser for an objective; called last in a family's constructor."""
         path = make_path(self.hparams["path"], self.num_steps)
         core = Denoiser(self.network(), path, velocity_of(path))
         objective.check(core)
@@ -158,16 +158,16 @@ class StepModel(DiffusionModel):
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
-        """As for every model; a student takes over its teacher's scale of the data, and its weights if they fit."""
+        """As for every model; a student takes its teacher's scale of the data, and its weights if they fit."""
         super().initialize(batch)
         if self.distill is None:
             return
         teacher = load_teacher(self, "distill", self.distill)
         self.location.copy_(teacher.location)
         self.scale.copy_(teacher.scale)
-        theirs = teacher.weights()
-        state, own = theirs.net.state_dict(), self.core.net.state_dict()
-        same = theirs.parameterisation.name == self.core.parameterisation.name
+        denoiser = teacher.weights()
+        state, own = denoiser.net.state_dict(), self.core.net.state_dict()
+        same = denoiser.parameterisation.name == self.core.parameterisation.name
         if same and {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in own.items()}:
             for core in (self.core, *(() if self.ema is None else self.ema.averages)):
                 core.net.load_state_dict(state)
@@ -183,11 +183,11 @@ class StepModel(DiffusionModel):
         raise InputError(f"{an(self.family)} has no velocity, and no likelihood by the ODE")
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """None: a map from noise to data in few steps has no density that could be computed.
+        """No likelihood (NaN): the density of samples in few steps cannot be computed.
 
         Arguments:
             batch: items in the data's own units.
-            weights, seed: without effect.
+            weights, seed: no effect.
         """
         return self.no_likelihood(batch, f"{an(self.family)} has no velocity, hence no density of its samples", weights)
 
@@ -213,7 +213,7 @@ class ConsistencyModel(StepModel):
         huber: c of the pseudo-Huber distance over the square root of the number of scalars.
         stages: equal parts of the training, in each of which s is closer to t.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        **shared: what all of these take, see `StepModel`.
+        **shared: what all models for few steps take, see `StepModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -258,7 +258,7 @@ class ProgressiveModel(StepModel):
         teacher_steps: steps of the teacher in one of the student.
         weighting: of the noise levels, see `DDPM`.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        **shared: what all of these take, see `StepModel`.
+        **shared: what all models for few steps take, see `StepModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)

@@ -69,7 +69,7 @@ class FlowModel(GenerativeModel):
     tolerates_tf32 = False
     needs_whole_weights = "its layers also use their weights in inverses and log-determinants"
     sampling_options = ("lengths",)
-    principal = False  # whether `whiten` leaves principal components instead of numbers close to the pixels
+    principal = False  # whether `whiten` maps to principal components, not to numbers close to the pixels
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class FlowModel(GenerativeModel):
             raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
         of_integers = {f"dequantisation={dequantisation}": dequantisation != "uniform",
                        f"preprocess={preprocess}": preprocess != "logit", f"alpha={alpha}": alpha != 0.05}  # fmt: skip
-        for given, other in of_integers.items():
-            if other and spec.levels is None:
+        for given, changed in of_integers.items():
+            if changed and spec.levels is None:
                 raise ValueError(f"{given} is for integers, and {spec.name} has real numbers")
         if preprocess == "centre":
             only_for("preprocess=logit", alpha=(alpha, 0.05))
@@ -117,19 +117,19 @@ class FlowModel(GenerativeModel):
 
     @property
     def condition(self) -> Condition | None:
-        """What the networks of the flow are conditioned on."""
+        """The condition of the flow's networks."""
         return Condition("labels", self.spec.num_classes) if self.conditional else None
 
     def _cond(self, batch: Batch) -> Tensor | None:
         return self._or_null(super()._cond(batch), len(batch))
 
     def _or_null(self, cond: Tensor | None, n: int) -> Tensor | None:
-        """The null class where there is no class, of a model that has it."""
+        """The classes; where there are none, the null class of a model that has it."""
         missing = cond is None and self.has_null_class
         return torch.full((n,), self.num_classes, device=self.device) if missing else cond
 
     def assemble(self, bijection: Bijection) -> None:
-        """Put preprocessing, bijection and base together; called last in a subclass' constructor."""
+        """Compose preprocessing, bijection and base; called last in a subclass' constructor."""
         shape, levels = self.spec.event_shape, self.spec.levels
         if levels is None:
             first: Bijection = Standardise(shape)
@@ -141,7 +141,7 @@ class FlowModel(GenerativeModel):
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def _whitening(self) -> list[Bijection]:
-        """The layers that decorrelate squares; what follows sees an image of the same shape."""
+        """The layers that decorrelate the numbers of squares; they keep the shape of an image."""
         side, shape = self.whiten, self.spec.event_shape
         if not side:
             return []
@@ -150,15 +150,15 @@ class FlowModel(GenerativeModel):
         return [*squares, Whitening(shape[0] * side**2, principal=self.principal), *map(Inverse, squares)]
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
-        """A flow with the noise that it is trained on, by the kind of the data."""
+        """The flow as a model of the data: with dequantisation for integers, as it is for continuous data."""
         levels = self.spec.levels
         if levels is None:
             return ContinuousFlow(flow)
         if self.dequantisation == "uniform":
             return DiscreteFlow(UniformDequantize(levels), flow)
-        by_level = self.dequantisation == "level"
-        shape = OfLevel(levels) if by_level else dequantisation_flow(self.spec.event_shape)
-        return DiscreteFlow(VariationalDequantize(levels, shape), flow)
+        level = self.dequantisation == "level"
+        noise = OfLevel(levels) if level else dequantisation_flow(self.spec.event_shape)
+        return DiscreteFlow(VariationalDequantize(levels, noise), flow)
 
     def assemble_flat(self, bijection: Bijection) -> None:
         """As `assemble`, with a bijection of vectors, to which images are flattened.
@@ -171,7 +171,7 @@ class FlowModel(GenerativeModel):
             raise ValueError(f"{self.family} takes vectors and images, not events of shape {shape}: use model=glow")
         self.assemble(bijection if len(shape) == 1 else Compose([Flatten(shape), bijection], shape))
 
-    def _in_own_width(self, x: Tensor) -> Tensor:
+    def _in_model_dtype(self, x: Tensor) -> Tensor:
         """Continuous data in the precision of the weights; integers unchanged."""
         if not x.is_floating_point():
             return x
@@ -182,7 +182,7 @@ class FlowModel(GenerativeModel):
         return batch.mask.flatten(1).sum(1) * self.spec.event_shape[0]
 
     def check_items(self, data: DataModule) -> None:
-        """Raise InputError for mels of other lengths than whole groups of the frames that the flow takes together."""
+        """Raise InputError for mels whose lengths are not multiples of the frames that the flow takes together."""
         group, multiple = frames_together(self.core.flow.bijection), getattr(data, "multiple", None)
         if multiple is not None and multiple % group:
             raise InputError(f"data.multiple={multiple}: this flow takes {group} frames together, give data.multiple="
@@ -193,20 +193,20 @@ class FlowModel(GenerativeModel):
         """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
         rows = max(2, self._rows_to_whiten(len(batch)), min(len(batch), _INITIAL_SCALARS // self.spec.dims))
         chosen = spread_rows(len(batch), rows)
-        part = self._filled(batch.rows(chosen), KeyedGenerator(self.seed, chosen, "initialize"))
+        part = self._with_noise(batch.rows(chosen), KeyedGenerator(self.seed, chosen, "initialize"))
         if self.spec.levels is None:
             self._refuse_constants(batch)
-            self._mention_thin_data(batch)
+            self._warn_of_degenerate_data(batch)
         noise = KeyedGenerator(self.seed, chosen, "initialize")
         self.core.initialize(part.x, self._cond(part), part.mask, generator=noise)
         for average in self.ema.averages if self.ema is not None else ():
             average.load_state_dict(self.core.state_dict())
 
     def _rows_to_whiten(self, rows: int) -> int:
-        """The fewest items from which the covariance of `whiten` is taken.
+        """The number of items that the covariance of `whiten` needs at least; 0 without it.
 
         Raises:
-            InputError: where there are not as many.
+            InputError: for fewer items.
         """
         layer = next((part for part in self.core.modules() if isinstance(part, Whitening)), None)
         if layer is None:
@@ -218,7 +218,7 @@ class FlowModel(GenerativeModel):
         return fewest
 
     def _refuse_constants(self, batch: Batch) -> None:
-        """Raise InputError for a column whose density would grow without bound."""
+        """Raise InputError for a constant column, whose density would grow without bound."""
         _, mean, std = channel_moments(batch.x, batch.mask)
         constant = std <= 1e-6 * mean.abs()
         if bool(constant.any()):
@@ -227,7 +227,7 @@ class FlowModel(GenerativeModel):
             raise InputError(f"{kind} {name} of {self.spec.name} is constant (its standard deviation is below a "
                              "millionth of its mean) and has no density: leave it out")
 
-    def _mention_thin_data(self, batch: Batch) -> None:
+    def _warn_of_degenerate_data(self, batch: Batch) -> None:
         """Print a warning for vectors with repeated or dependent columns, whose likelihood has no upper bound."""
         if len(self.spec.event_shape) != 1 or rank_world()[0] > 0:
             return
@@ -236,21 +236,21 @@ class FlowModel(GenerativeModel):
         except InputError as error:
             fault = str(error).split(":")[0]
             print(f"{self.spec.name}: {fault}. Such data have no density: a flow can raise their likelihood without "
-                  "end, and the number says little")
+                  "bound, and its value means little")
 
     def compiled_parts(self) -> list[torch.nn.Module]:
-        """The modules for torch.compile: the density (map and base), without the noise around it."""
+        """The modules for torch.compile: the density (map and base), without dequantisation."""
         return [self.core.flow]
 
-    def _filled(self, batch: Batch, generator: KeyedGenerator) -> Batch:
+    def _with_noise(self, batch: Batch, generator: KeyedGenerator) -> Batch:
         """Mels with their noise; other data unchanged."""
         return replace(batch, x=with_noise(batch.x, self.noise, generator))
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """Bits/dim of one dequantisation for integers, nats for continuous data, of sequences per dimension."""
-        batch = self._filled(batch, generator)
+        """Bits/dim of one dequantisation for integers; nats for continuous data, for sequences per dimension."""
+        batch = self._with_noise(batch, generator)
         nats, _ = self.core.log_prob(batch.x, self._cond(batch), batch.mask, generator=generator)
         dims = self._dims(batch) if batch.mask is not None else 1 if self.spec.levels is None else self.spec.dims
         per_example = -nats / (dims * (1 if self.spec.levels is None else math.log(2)))
@@ -274,16 +274,16 @@ class FlowModel(GenerativeModel):
             importance_samples: K dequantisations of each item; the lower bound rises with K to the exact value.
             rows: most rows in one pass through the flow; 128 on the CPU, 1024 elsewhere for None.
         """
-        if rows is None:  # a CPU pays for the page faults of tensors above 32 MiB, which its allocator never keeps
+        if rows is None:  # on a CPU, tensors above 32 MiB cost page faults at every allocation
             rows = 128 if batch.x.device.type == "cpu" else 1024
         check_importance_samples(importance_samples, self.spec)
         core = self.weights(weights)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")
-        batch = self._filled(batch, KeyedGenerator(seed, index, "likelihood"))
+        batch = self._with_noise(batch, KeyedGenerator(seed, index, "likelihood"))
         with torch.no_grad():
             nats, stderr = core.log_prob(
-                self._in_own_width(batch.x), self._cond(batch), batch.mask, generator=noise,
+                self._in_model_dtype(batch.x), self._cond(batch), batch.mask, generator=noise,
                 samples=importance_samples, rows=rows,
             )  # fmt: skip
         made: dict = {"estimate": "density"} if self.spec.levels is None else {
@@ -299,9 +299,9 @@ class FlowModel(GenerativeModel):
         """Samples by the inverse; the temperature is a factor on the standard deviation of the latents at every level,
         0 for the mode. Sequences are silent beyond `lengths`.
         """
-        return self._drawn(options, self.labels(options.cond, self.numbered(options.n, options.start)))
+        return self._sample(options, self.labels(options.cond, self.numbered(options.n, options.start)))
 
-    def _drawn(self, options: SamplingOptions, labels: Tensor | None) -> Samples:
+    def _sample(self, options: SamplingOptions, labels: Tensor | None) -> Samples:
         index, temperature = self.numbered(options.n, options.start), options.temperature
         noise = KeyedGenerator(options.seed, index, "sample")
         mask = frames_of(options.lengths, index, self.spec)
@@ -347,10 +347,10 @@ class FlowModel(GenerativeModel):
         return examine(core.flow.bijection, core.centre(batch.x, batch.mask), cond, batch.mask)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The likelihood of the batch; a few of its items are kept for the monitor."""
+        """The likelihood of the batch; a few items of the first one are kept for the monitor."""
         super().validation_step(batch, batch_idx)
         if batch_idx == 0:
-            self._probe = batch.rows(slice(0, max(1, 16 // rank_world()[1])))  # together those of one process
+            self._probe = batch.rows(slice(0, max(1, 16 // rank_world()[1])))  # 16 over all processes
 
     def on_validation_epoch_end(self) -> None:
         """Log the likelihood and the monitor's figures; name the first layer with a large round-trip error."""

@@ -28,7 +28,7 @@ from genmodels.models.base import Loss
 from genmodels.models.build import build
 from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
 
-_REFLOW_STEPS, _ROWS = 20, 256  # of Heun from noise to data, for so many pairs at once
+_REFLOW_STEPS, _ROWS = 20, 256  # Heun steps from noise to data, and pairs in one batch
 _WITHOUT_NOISE = ("flow", "euler", "heun")  # samplers that follow the flow from any start
 
 
@@ -93,12 +93,12 @@ class FlowMatchingModel(DiffusionModel):
         **shared,
     ):
         super().__init__(spec, **shared)
-        # Along noise schedules velocities may have no bound: at SNR 0 alpha' of some is infinite.
+        # Along noise schedules velocities may be unbounded: at SNR 0 alpha' of some is infinite.
         self.default_sampler = "dpmpp_2m" if path.startswith("vp_") else "flow"
-        followed = make_path(path, self.num_steps, sigma_min=sigma_min)
+        schedule = make_path(path, self.num_steps, sigma_min=sigma_min)
         kind = Denoiser if spec.source is None else BetweenData
-        core = kind(self.network(), followed, velocity_of(followed))
-        self.coupling = Coupling(coupling, whole=self._whole)
+        core = kind(self.network(), schedule, velocity_of(schedule))
+        self.coupling = Coupling(coupling, whole=self._global_batch)
         objective = FlowMatching(self.coupling, time_sampler=time_sampler)
         objective.check(core)
         elbo = Elbo(self.decoder, self.num_steps, "beta" if spec.levels is None else "beta_tilde")
@@ -123,11 +123,11 @@ class FlowMatchingModel(DiffusionModel):
         if self.reflow is None and self.spec.source is None:
             return super().loss(batch, generator)
         if self.reflow is None:
-            x0, cond, source = self._entered(batch), self._cond(batch), self.encode_source(batch.source)
+            x0, cond, source = self._network_input(batch), self._cond(batch), self.encode_source(batch.source)
             noise = self.coupling(x0, source, cond, generator)
         else:
             if self.pairs is None:
-                self.pairs = self._drawn()
+                self.pairs = self._make_pairs()
             rows = (generator.child("pairs").uniform((len(batch),), device=self.device) * len(self.pairs.x0)).long()
             x0, noise, cond = (None if part is None else part[rows] for part in self.pairs)
         objective = FlowMatching(lambda *_: noise, time_sampler=self.objective.time_sampler)
@@ -136,22 +136,20 @@ class FlowMatchingModel(DiffusionModel):
         return Loss(out.value, out.per_example, out.parts, out.times)
 
     @torch.no_grad()
-    def _drawn(self) -> Pairs:
+    def _make_pairs(self) -> Pairs:
         """The pairs of the checkpoint `reflow`, in this network's units; a function of the seed."""
         teacher = load_teacher(self, "reflow", self.reflow)
         index = torch.arange(self.reflow_pairs, device=self.device)
         cond = teacher.labels(None, index)
         if self.spec.source is None:
-            noise = KeyedGenerator(self.seed, index, "reflow").normal((len(index), *self.spec.event_shape))
-        else:
+            start = noise = KeyedGenerator(self.seed, index, "reflow").normal((len(index), *self.spec.event_shape))
+        else:  # the teacher has its own scale of the source
             items = self._items("train", index, cond)
-            noise, own = teacher.encode_source(items), self.encode_source(items)
-        found = [teacher.follow(noise[part], None if cond is None else cond[part], steps=_REFLOW_STEPS)
-                 for part in index.split(_ROWS)]
-        x0 = torch.cat(found)
+            start, noise = teacher.encode_source(items), self.encode_source(items)
+        x0 = torch.cat([teacher.follow(start[part], None if cond is None else cond[part], steps=_REFLOW_STEPS)
+                        for part in index.split(_ROWS)])
         if self.spec.levels is None:
             x0 = self.encode(x0 * teacher.scale + teacher.location)
-        noise = noise if self.spec.source is None else own
         return Pairs(x0, noise.to(x0), cond if self.conditional else None)
 
     # ---- another data set in place of noise ---------------------------------------------------------------------
@@ -174,7 +172,7 @@ class FlowMatchingModel(DiffusionModel):
         return (x.to(self.location.dtype) - self.source_location) / self.source_scale
 
     def _items(self, split: str, index: Tensor, labels: Tensor | None) -> Tensor:
-        """(n, *event) items of the source, from the data of training, of the classes `labels` if these are kept."""
+        """(n, *event) items of the source in the training data, of the classes `labels` where they are known."""
         if split not in self._held_out:
             config = self.run_config.get("data")
             if not config:
@@ -186,12 +184,12 @@ class FlowMatchingModel(DiffusionModel):
         if classes is None or labels is None:
             return x[index % len(x)]
         rows = torch.empty_like(index)
-        for one in labels.cpu().unique():
-            own, here = (classes == one).nonzero().flatten(), labels.cpu() == one
-            if len(own) == 0:
-                raise InputError(f"{self.spec.source['name']} has no items of class {int(one)} in its {split} split: "
+        for label in labels.cpu().unique():
+            items, here = (classes == label).nonzero().flatten(), labels.cpu() == label
+            if len(items) == 0:
+                raise InputError(f"{self.spec.source['name']} has no items of class {int(label)} in its {split} split: "
                                  "choose other classes by cond=, or give source=(N, *event)")
-            rows[here] = own[index[here] % len(own)]
+            rows[here] = items[index[here] % len(items)]
         return x[rows]
 
     def _start(self, options: SamplingOptions, index: Tensor, labels: Tensor | None) -> Tensor | None:
@@ -238,16 +236,19 @@ class FlowMatchingModel(DiffusionModel):
             self.log_energy_distance()
 
     def ode_likelihood(self, batch: Batch, **options) -> Likelihood:
-        """That of every diffusion model; an InputError from another data set, whose density is not known."""
+        """As for every diffusion model; from another data set, whose density is unknown, an InputError."""
         if not self.has_ode_likelihood:
-            raise InputError(f"a flow from {self.spec.source['name']} carries on a density that is not known")
+            raise InputError(self._no_density)
         return super().ode_likelihood(batch, **options)
 
     @property
     def log_likelihood(self):
-        """That of every diffusion model; from another data set none, with the reason."""
+        """As for every diffusion model; from another data set a method without the options of a bound."""
         return super().log_likelihood if self.spec.source is None else self._no_log_likelihood
 
     def _no_log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        reason = f"a flow from {self.spec.source['name']} carries on a density that is not known"
-        return self.no_likelihood(batch, reason, weights)
+        return self.no_likelihood(batch, self._no_density, weights)
+
+    @property
+    def _no_density(self) -> str:
+        return f"a flow from {self.spec.source['name']} transforms a density that is not known"

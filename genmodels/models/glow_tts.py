@@ -37,7 +37,7 @@ class GlowTTS(AlignedModel):
     Arguments:
         spec: the data set this model is built for, mels with texts.
         steps: steps of the flow.
-        hidden, depth, kernel_size, dropout: of the networks in its couplings.
+        hidden, depth, kernel_size, dropout: width, layers, kernel and dropout of the networks in its couplings.
         groups: size of the matrices that mix channels.
         attention: attention block in the couplings' networks; `xl_chunks`, `rope_window`, `local_dense` can stream.
         heads: heads of that block.
@@ -146,25 +146,25 @@ class GlowTTS(AlignedModel):
 
     def draw(self, options: SamplingOptions) -> Samples:
         """Mels of the texts in turn; the temperature scales the noise around the text's mean."""
-        asked = self.asked(options)
-        noise = FrameKeyedGenerator(options.seed, asked.rows, "sample")
-        condition, core = asked.condition, self.weights(options.weights)
-        frames, given = self.frames_of(options.seconds, asked, options.durations)
+        request = self.asked(options)
+        noise = FrameKeyedGenerator(options.seed, request.rows, "sample")
+        condition, core = request.condition, self.weights(options.weights)
+        frames, given = self.frames_of(options.seconds, request, options.durations)
         with self.explained(condition, options.seconds):
             u, mask, used = core.tts.sample(
                 condition.tokens, condition.mask, core.voice(condition), generator=noise,
-                temperature=options.temperature, speed=asked.speed(options.speed), frames=frames, durations=given,
+                temperature=options.temperature, speed=request.speed(options.speed), frames=frames, durations=given,
             )
         made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature, "speed": options.speed}
         made |= {} if options.seconds is None else {"seconds": options.seconds}
-        return self.as_samples(u, mask, used, asked, made)
+        return self.as_samples(u, mask, used, request, made)
 
 
 class TextStream(NamedTuple):
     """The synthesis of a text: its tokens and their durations, and the pieces `(n_mels, chunk)` of its mel.
 
-    A piece is computed when it is requested; `made` is that of `Samples`.
+    A piece is computed when it is requested; `made` is as in `Samples`.
     """
 
     tokens: list[int]
@@ -207,16 +207,16 @@ def stream_text(model: GlowTTS, text: str, *, chunk: int = 64, **options) -> Tex
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
     wanted = SamplingOptions(text=text, **options).with_default(temperature=model.default_temperature)
-    asked = model.asked(wanted)
-    frames, given = model.frames_of(wanted.seconds, asked, wanted.durations)
-    noise = FrameKeyedGenerator(wanted.seed, asked.rows, "sample")
-    condition, core = asked.condition, model.weights(wanted.weights)
+    request = model.asked(wanted)
+    frames, given = model.frames_of(wanted.seconds, request, wanted.durations)
+    noise = FrameKeyedGenerator(wanted.seed, request.rows, "sample")
+    condition, core = request.condition, model.weights(wanted.weights)
     voice = core.voice(condition)
     with model.explained(condition, wanted.seconds):
         reach(core.tts.decoder)
         drawn = core.tts.latent(
             condition.tokens, None, voice, generator=noise, temperature=wanted.temperature,
-            speed=asked.speed(wanted.speed), frames=frames, durations=given)
+            speed=request.speed(wanted.speed), frames=frames, durations=given)
     pieces = (model.units.inverse(piece) for piece in stream_latent(core.tts, drawn, voice, chunk=chunk))
     made = {"sampler": "inverse", "temperature": wanted.temperature}
     return TextStream(condition.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)

@@ -105,7 +105,7 @@ class MaskedDiffusionModel(GenerativeModel):
         return Loss(bits.mean(), bits, times=t)
 
     def validation_options(self) -> dict:
-        """An estimate of the ELBO: eight strata, twice."""
+        """Estimate the ELBO from eight strata, in two replicates."""
         return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(
@@ -120,7 +120,7 @@ class MaskedDiffusionModel(GenerativeModel):
             seed: seed of times and masks, which are keyed by (seed, item, stratum).
             bound: `continuous`, the only one there is.
             draws: number of strata; None for one less than `num_steps`.
-            replicates: how often they are drawn from; the spread gives the standard error.
+            replicates: number of draws from each stratum; their spread gives the standard error.
             rows: most rows in one network call.
 
         Raises:
@@ -143,7 +143,7 @@ class MaskedDiffusionModel(GenerativeModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by `ancestral` (the default) or `confidence`; the temperature divides log-probabilities, 0 for modes.
 
-        100 steps by default. With `known` what `keep` names is given, and the rest is drawn in any order.
+        100 steps by default. With `known` the tokens where `keep` is True are given, and the others drawn.
         """
         options = options.with_default(sampler="ancestral", steps=min(100, self.num_steps))
         one_of("sampler", options.sampler, self.samplers)
@@ -152,7 +152,7 @@ class MaskedDiffusionModel(GenerativeModel):
         index, levels = self.numbered(options.n, options.start), self.spec.levels
         labels, predict = self._conditioned(options, index)
         kind = torch.uint8 if levels <= 256 else torch.int64
-        x, kept = _begun(options, self.spec, mask=levels)
+        x, kept = _initial_tokens(options, self.spec, mask=levels)
         x = x.to(self.device)
         seen = Trajectory(options.path, options.steps, options.progress)
         x = unmask(
@@ -165,7 +165,7 @@ class MaskedDiffusionModel(GenerativeModel):
         return Samples(x.to(kind), labels, index, made, seen.kept)
 
     def _conditioned(self, options: SamplingOptions, index: Tensor) -> tuple[Tensor | None, Predictor]:
-        """The labels of the samples, None for no class, and the network under guidance."""
+        """The labels of the samples (None without a class), and the network with guidance."""
         core, scale = self.weights(options.weights), options.guidance
         if scale != 1 and not self.has_null_class:
             raise InputError("guidance needs a model with classes that was trained with model.cond_drop above 0")
@@ -253,19 +253,19 @@ class LanguageModel(GenerativeModel):
         """
         core, index, length = self.weights(options.weights), self.numbered(options.n, options.start), self.spec.dims
         labels = self.labels(options.cond, index)  # None: texts have no classes
-        begun, kept = _begun(options, self.spec, mask=-1)
-        found = begun.flatten(1).to(self.device)
-        if bool((found[:, :kept] < 0).any()):
+        initial, kept = _initial_tokens(options, self.spec, mask=-1)
+        tokens = initial.flatten(1).to(self.device)
+        if bool((tokens[:, :kept] < 0).any()):
             raise InputError("a language model continues a beginning: inpaint='Once upon' mask=_; gaps are filled by "
                              "model=masked_diffusion")
         values = uniform((options.n, length), KeyedGenerator(options.seed, index, "sample"), device=self.device)
-        log_p, state = core.extend(found[:, :kept])
+        log_p, state = core.extend(tokens[:, :kept])
         for place in range(kept, length):
-            found[:, place] = draw_tokens(log_p[:, -1], values[:, place], options.temperature)
-            log_p, state = core.extend(found[:, place : place + 1], state)
+            tokens[:, place] = draw_tokens(log_p[:, -1], values[:, place], options.temperature)
+            log_p, state = core.extend(tokens[:, place : place + 1], state)
         made = {"sampler": "ancestral", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature} | ({"kept": kept} if kept else {})
-        return Samples(found.view(options.n, *self.spec.event_shape).to(torch.uint8), labels, index, made)
+        return Samples(tokens.view(options.n, *self.spec.event_shape).to(torch.uint8), labels, index, made)
 
     def reader(self, weights: str | float = "ema") -> Callable:
         """The function `step` of `genmodels.speech.decoding.ByteLanguage`."""
@@ -279,7 +279,7 @@ class LanguageModel(GenerativeModel):
         return step
 
 
-def _begun(options: SamplingOptions, spec: DataSpec, mask: int) -> tuple[Tensor, int]:
+def _initial_tokens(options: SamplingOptions, spec: DataSpec, mask: int) -> tuple[Tensor, int]:
     """The tokens at the start of sampling, (n, *event) with `mask` for all but the known ones, and their number.
 
     Raises:

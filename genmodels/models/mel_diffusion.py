@@ -38,10 +38,10 @@ from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
 from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
 
-FINEST = 10.0  # log-SNR of the last level at most: 1/150 of the standard deviation of the data
-_NOISIEST = -12.0  # log-SNR of the first level at least: the noise is 400 times the standard deviation of the data
-_LEVELS = 50  # by default
-_FEWEST = 10  # levels; with fewer, noise of one level is left in the next
+FINEST = 10.0  # largest log-SNR of a level: noise of 1/150 of the standard deviation of the data
+_NOISIEST = -12.0  # smallest log-SNR of a level: noise of 400 times the standard deviation of the data
+_LEVELS = 50  # default number of levels
+_FEWEST = 10  # least number of levels; with fewer, noise of one level is left in the next
 _EACH = 2  # Langevin steps at each level
 _STEP = 1.0  # step size over the squared noise level; the usual 0.1 needs ten times as many levels
 
@@ -87,7 +87,7 @@ class FrameConditionedUNet(nn.Module):
     Sequences that are too short for its levels are padded, and the padding is masked.
 
     Arguments:
-        unet: built with E `extra_channels`; or a `DiT`, which takes sequences of any length.
+        unet: a U-Net with E `extra_channels`; or a `DiT`, which takes sequences of any length.
 
     Shapes: `x (B, C, T)`, `log_snr (B,)`, `cond (B, E, T)`, `mask (B, 1, T)`; the result is `(B, C, T)`, or `(B, 2 C,
         T)` for a U-Net with `double_output`.
@@ -111,12 +111,9 @@ class AlignedDenoiser(SpeakerEmbeddings):
 
     Arguments:
         speakers, channels: see `SpeakerEmbeddings`.
-        tts: the aligner, of whitened mels.
-        denoiser: of mels minus the mean of their texts.
+        tts: the aligner of whitened mels, a `GlowTTS`.
+        denoiser: the `Denoiser` of mels minus the mean of their texts.
     """
-
-    def __init__(self, speakers: int, channels: int, *, tts: GlowTTS, denoiser: Denoiser):
-        super().__init__(speakers, channels, tts=tts, denoiser=denoiser)
 
     @property
     def schedule(self):
@@ -177,7 +174,7 @@ class MelDiffusion(AlignedModel):
         return FrameConditionedUNet(make_network(self.hparams["net"], self.spec.event_shape, None, learned, extra))
 
     def assemble_around(self, denoiser: Denoiser, objective: Objective) -> None:
-        """Called last in a subclass' constructor: encoder, aligner and durations around a denoiser, and its objective.
+        """Add encoder, aligner and durations to a denoiser, with its objective; called last in a subclass' constructor.
 
         Raises:
             InputError: for an encoder that learns standard deviations, which are not used here.
@@ -201,7 +198,7 @@ class MelDiffusion(AlignedModel):
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
-    def _around(self, core: AlignedDenoiser, u: Tensor, batch: Batch) -> tuple[Aligned, Tensor, Tensor]:
+    def _around_mean(self, core: AlignedDenoiser, u: Tensor, batch: Batch) -> tuple[Aligned, Tensor, Tensor]:
         """The alignment of whitened mels, u around its mean, and the denoiser's condition."""
         aligned = self.align(core, u, batch)
         with torch.autocast(u.device.type, enabled=False):
@@ -212,7 +209,7 @@ class MelDiffusion(AlignedModel):
         """The diffusion's objective (bounds in nats per cell), the encoder's likelihood per cell, and the durations."""
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
-        aligned, x0, cond = self._around(self.core, u, batch)
+        aligned, x0, cond = self._around_mean(self.core, u, batch)
         encoder, duration = self.core.tts.loss(aligned, batch.mask, batch.cond.mask)
         encoder = encoder - volume / self.dims_of(batch)
         noise = FrameKeyedGenerator(generator.seed, generator.index, f"{generator.stream}/diffusion", generator.step)
@@ -229,7 +226,7 @@ class MelDiffusion(AlignedModel):
         self.objective.learn(self.all_gather)
 
     def validation_options(self) -> dict:
-        """An estimate of the ELBO: eight terms, twice."""
+        """Estimate the ELBO from eight terms, in two replicates."""
         return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(
@@ -261,7 +258,7 @@ class MelDiffusion(AlignedModel):
         with torch.no_grad():
             core = self.weights(weights)
             u, volume = self.units(batch, noise)
-            _, x0, cond = self._around(core, u, batch)
+            _, x0, cond = self._around_mean(core, u, batch)
         out, profile, made = self.elbo(
             core.denoiser, x0, self.elbo.times(self.core.schedule), FrameKeyedGenerator(seed, noise.index, "elbo"),
             cond=cond, mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
@@ -305,7 +302,7 @@ class MelDiffusion(AlignedModel):
             one = alone(batch, k)
             with torch.no_grad():
                 u, volume = self.units(one, noise.rows(slice(k, k + 1)))
-                _, x0, cond = self._around(core, u, one)
+                _, x0, cond = self._around_mean(core, u, one)
             volume = volume.double() - sum(self._prior(alignment, one).values())
             found.append(ode(core.denoiser, self.spec, one, cond, start_of(x0, volume), first, seed=seed))
         result = Likelihood.concatenate(found)
@@ -313,7 +310,7 @@ class MelDiffusion(AlignedModel):
         return result
 
     def _prior(self, alignment: str, batch: Batch) -> dict[str, Tensor]:
-        """-log of the prior of one alignment of each item, as a named part of the negative ELBO."""
+        """-log of the prior of one alignment of each item, as a part of the negative ELBO; empty given the best one."""
         if alignment == "best":
             return {}
         return {"alignment": log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()}
@@ -327,7 +324,7 @@ class MelDiffusion(AlignedModel):
         """The denoiser, and its condition for a batch: the mean of every frame, and the speaker."""
         batch, noise = self.keyed(batch, 0)
         with torch.no_grad():
-            return self.core.denoiser, self._around(self.core, self.units(batch, noise)[0], batch)[2]
+            return self.core.denoiser, self._around_mean(self.core, self.units(batch, noise)[0], batch)[2]
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
@@ -343,8 +340,8 @@ class MelDiffusion(AlignedModel):
         """
         options = self._with_sampler(options)
         langevin = options.sampler == _LANGEVIN
-        asked = self.asked(options)
-        noise, core = FrameKeyedGenerator(options.seed, asked.rows, "sample"), self.weights(options.weights)
+        request = self.asked(options)
+        noise, core = FrameKeyedGenerator(options.seed, request.rows, "sample"), self.weights(options.weights)
         if langevin:
             for name in ("spacing", "eta", "churn", "diffusion"):
                 if getattr(options, name) is not None:
@@ -354,11 +351,11 @@ class MelDiffusion(AlignedModel):
         else:
             plan = self.sampler.plan(self.core.schedule, options)
             made = dict(plan.made)
-        frames, given = self.frames_of(options.seconds, asked, options.durations)
-        condition, voice = asked.condition, core.voice(asked.condition)
+        frames, given = self.frames_of(options.seconds, request, options.durations)
+        condition, voice = request.condition, core.voice(request.condition)
         with self.explained(condition, options.seconds):
             mean = core.tts.latent(condition.tokens, condition.mask, voice, generator=noise, temperature=0.0,
-                                   speed=asked.speed(options.speed), frames=frames, durations=given)
+                                   speed=request.speed(options.speed), frames=frames, durations=given)
         cond = core.condition(mean.z, voice)
         longest = int(mean.durations.sum(1).max())
         options, known, edit = self._from_mel(options, mean.z, longest)
@@ -373,7 +370,7 @@ class MelDiffusion(AlignedModel):
                  "temperature": options.temperature, "speed": options.speed}
         made |= {} if options.seconds is None else {"seconds": options.seconds}
         valid = path_of(mean.durations, longest).any(1, keepdim=True)
-        samples = self.as_samples(hide((mean.z + u)[:, :, :longest], valid), valid, mean.durations, asked, made)
+        samples = self.as_samples(hide((mean.z + u)[:, :, :longest], valid), valid, mean.durations, request, made)
         if known is not None:
             keep = options.keep[..., :longest].to(self.device)
             samples.x = torch.where(keep, options.known[..., :longest].to(samples.x), samples.x)

@@ -21,8 +21,8 @@ def with_noise(x: Tensor, width: float, generator: KeyedGenerator) -> Tensor:
 
         x + w (u - 1/2),    u uniform on (0, 1)
 
-    Mels are clipped at log 1e-5, a value with positive probability, at which a density could grow without bound. That
-    of the noisy mel cannot: the mean of -log p is at least log w nats per cell.
+    Mels are clipped at log 1e-5, so that this value has positive probability and a density there could grow without
+    bound. The density of the noisy mel cannot: the mean of -log p is at least log w nats per cell.
 
     Example:
         >>> keyed = KeyedGenerator(0, torch.arange(1), "train")
@@ -114,7 +114,7 @@ def alone(batch: Batch, k: int) -> Batch:
 
 
 def frames_of(lengths: list[int] | None, index: Tensor, spec: DataSpec) -> Tensor | None:
-    """The mask (n, 1, T) of samples of these lengths, in turn; without lengths, for mels, that of their usual length.
+    """The mask (n, 1, T) of samples of these lengths, in turn; without lengths, of mels, their usual length.
 
     Raises:
         ValueError: for data that are not sequences, or lengths out of range.

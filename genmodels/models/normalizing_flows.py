@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, one_of, only_for
+from genmodels.core.errors import InputError, check_number, one_of, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -42,7 +41,7 @@ class RealNVP(FlowModel):
         net: kind of coupling network, for images.
         scale: form of the couplings' scale; `tied` is h = e^f tanh(s e^-f), `plain` a scale s of either sign.
         actnorm: whether activation normalisation follows every coupling, for images.
-        dropout: probability of dropping a hidden value; not for gated networks.
+        dropout: probability of dropping a hidden value; gated networks have none.
         attention: attention block in the coupling networks for images, `none` for none.
         heads: heads of that block.
         **shared: what all flows take, see `FlowModel`.
@@ -317,13 +316,13 @@ class TarFlow(FlowModel):
         heads: heads of each attention.
         expansion: hidden width of the perceptrons over the width of the tokens.
         attention: kind of attention along the tokens, one with a causal form.
-        places: whether a learned vector for each place is added; sequences have none.
+        places: add a learned vector to each token; sequences have none.
         transform: map of every number, `affine` as above, or `mixture` of logistics (Flow++), better for likelihoods of
             data with modes and slower to invert.
-        components: of a mixture.
+        components: number of components of a mixture.
         patches: squares of neighbours (`near`), or pixels far apart (`far`), for images.
         order: of the tokens of an image: `rows`, `rows_columns` in turn, or `random`, one for each pair of meta-blocks.
-        dropout: probability of dropping a value of a branch.
+        dropout: probability of dropping a value of a residual branch.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
         augment: standard deviation of the noise, for data in [-1, 1], in place of any dequantisation; 0 for none.
         **shared: what all flows take, see `FlowModel`.
@@ -336,7 +335,7 @@ class TarFlow(FlowModel):
     """
 
     family = "tarflow"
-    principal = True  # the numbers of a token know of each other through other tokens alone: components fit better
+    principal = True  # given other tokens, the numbers of a token are modelled as independent
     sampling_options = ("lengths", "sampler", "guidance")
 
     def __init__(
@@ -362,8 +361,7 @@ class TarFlow(FlowModel):
     ):
         super().__init__(spec, **shared)
         self.condition_on_class(self.conditional, cond_drop)
-        if not 0 <= augment < math.inf:
-            raise ValueError(f"augment is a standard deviation, 0 or more, got {augment}")
+        check_number("augment", augment, 0)
         if cond_drop not in (0, 0.1) and not self.conditional:
             raise ValueError(f"cond_drop={cond_drop} hides classes, which this model does not take: give "
                              "class_conditional=true")
@@ -386,12 +384,13 @@ class TarFlow(FlowModel):
         ))  # fmt: skip
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
-        """The flow with dequantisation, or with the noise of `augment`, of half the size where the data fill [0, 1]."""
-        return NoisyFlow(GaussianNoise(self.spec.levels, self.augment / 2), flow) if self.augment else (
-            super().around(flow))
+        """The flow with dequantisation, or with the noise of `augment`, halved since the data fill [0, 1] here."""
+        if not self.augment:
+            return super().around(flow)
+        return NoisyFlow(GaussianNoise(self.spec.levels, self.augment / 2), flow)
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """As for every flow, with hidden classes; with `augment` the negative log-density per value of noisy data."""
+        """As for every flow, with some classes hidden; with `augment` nats per value of noisy data."""
         return super().loss(replace(batch, cond=self._hidden(self._cond(batch), generator)), generator)
 
     def log_likelihood(
@@ -409,7 +408,7 @@ class TarFlow(FlowModel):
         return self.no_likelihood(batch, f"its density is that of data with noise of {self.augment}", weights)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The likelihood of the batch; with `augment` the negative log-density of noisy data, keyed by item."""
+        """The likelihood of the batch; with `augment` the log-density of noisy data, with noise keyed by item."""
         super().validation_step(batch, batch_idx)
         if self.augment:
             noise = KeyedGenerator(self.seed, batch.item_index, "validate")
@@ -439,12 +438,12 @@ class TarFlow(FlowModel):
         if options.guidance != 1 and not self.has_null_class:
             raise InputError("guidance needs a model that was trained with model.class_conditional=true and "
                              "model.cond_drop above 0")
-        how = replace(SAMPLERS[options.sampler], guidance=options.guidance)
+        method = replace(SAMPLERS[options.sampler], guidance=options.guidance)
         labels = self.labels(options.cond, self.numbered(options.n, options.start))
         if options.guidance == 0:  # no class at all, in the denoising of noisy samples too
-            how, labels = replace(how, guidance=1.0), torch.full_like(labels, self.num_classes)
-        with decoding(self.weights(options.weights), how) as blocks:
-            found = self._drawn(options, labels)
-            found.made.update(sampler=options.sampler, evaluations=sum(block.sweeps for block in blocks))
-        found.made.update({"guidance": options.guidance} if options.guidance != 1 else {})
-        return found if options.guidance else replace(found, cond=None)
+            method, labels = replace(method, guidance=1.0), torch.full_like(labels, self.num_classes)
+        with decoding(self.weights(options.weights), method) as blocks:
+            samples = self._sample(options, labels)
+            samples.made.update(sampler=options.sampler, evaluations=sum(block.sweeps for block in blocks))
+        samples.made.update({"guidance": options.guidance} if options.guidance != 1 else {})
+        return samples if options.guidance else replace(samples, cond=None)

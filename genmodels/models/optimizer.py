@@ -30,7 +30,7 @@ class Optimizer:
         weight_decay: decoupled weight decay (adamw), or L2 penalty (adam).
         betas: decay of the two moments.
         warmup_steps: steps over which the rate grows linearly from lr / warmup_steps.
-        decay: `none`, `cosine` (to zero at the last step) or `exponential`.
+        decay: `none`, `cosine` (to zero at the end) or `exponential`.
         half_life: steps in which an exponential decay halves the rate.
         clip: largest norm of the gradient, 0 for no clipping.
 

@@ -30,7 +30,7 @@ from genmodels.speech.text import Symbols
 
 _SHOWN = 8  # texts written while training
 _NAMED = 5  # unusable items named by an error
-#: What `model.criterion=` may be.
+#: The values of `model.criterion=`.
 Criterion = Literal["ctc", "transducer", "attention", "joint"]
 
 
@@ -74,8 +74,8 @@ class Recognizer(GenerativeModel):
         mwer: length of the lists for minimum word error rate training, 0 for none; for models that are already trained,
             or with a small learning rate.
         mwer_keep: weight of the usual loss in it.
-        gain: decibels by which each clip is made louder or quieter in training, at most, at random; 0 for none. The
-            mels of one studio have one level, and a model of them alone fails on the same speech recorded at another.
+        gain: most decibels by which each clip is made louder or quieter at random in training; 0 for none. Recordings
+            of one studio have one level, and a model of them alone fails on the same speech recorded at another.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
 
@@ -149,7 +149,7 @@ class Recognizer(GenerativeModel):
         if made["decoder"] is not None and made["decoder"].delay is not None and ctc is None:
             raise InputError("model.decoder.delay needs triggers, which are learned with model.criterion=joint")
         self.core = RecognizerCore(net, ctc, made["transducer"], made["decoder"])
-        self._heard: list[Edits] = []
+        self._edits: list[Edits] = []
         self.finish_setup(optimizer, ema_decay)
 
     @property
@@ -202,7 +202,7 @@ class Recognizer(GenerativeModel):
             InputError: for a text that has more characters than its mel has frames, naming the item.
         """
         core, (y, counts) = self.core, characters(batch)
-        h, frames = self.encode(replace(batch, x=self._at_some_level(batch.x, generator)), core)
+        h, frames = self.encode(replace(batch, x=self._with_random_gain(batch.x, generator)), core)
         parts: dict[str, Tensor] = {}
         if core.ctc is not None:
             self._require_room(batch, y, counts, frames)
@@ -221,13 +221,13 @@ class Recognizer(GenerativeModel):
             total = parts["wrong_words"] + self.mwer_keep * total
         return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
 
-    def _at_some_level(self, x: Tensor, generator: KeyedGenerator) -> Tensor:
-        """Log-mels of the sounds times random factors, down to the floor, where silence stays."""
+    def _with_random_gain(self, x: Tensor, generator: KeyedGenerator) -> Tensor:
+        """Log-mels of the sounds times random factors; values at the floor stay, as silence does."""
         if self.gain == 0:
             return x
         drawn = uniform((len(x), 1, 1), generator.child("gain"), dtype=x.dtype, device=x.device)
-        louder = self.gain / 20 * math.log(10) * (2 * drawn - 1)
-        return torch.where(x > FLOOR + 1e-4, x + louder, x).clamp(min=FLOOR)
+        shift = self.gain / 20 * math.log(10) * (2 * drawn - 1)
+        return torch.where(x > FLOOR + 1e-4, x + shift, x).clamp(min=FLOOR)
 
     @torch.no_grad()
     def _aligned(self, log_probs: Tensor, frames: Tensor, y: Tensor, counts: Tensor) -> Tensor:
@@ -316,11 +316,11 @@ class Recognizer(GenerativeModel):
     def transcribe(
         self, batch: Batch, how: Search | None = None, *, weights: str | float = "ema"
     ) -> list[list[Hypothesis]]:
-        """The texts of mels, for each the most probable first, no text twice (with a space at its end, say).
+        """The texts of mels, for each the most probable first; texts that differ in spaces at their ends count as one.
 
         Arguments:
             batch: mels in the data's own units; their texts are not used.
-            how: beam, language model, length normalisation; greedy for None.
+            how: beam, language model, length normalisation; None for a greedy search.
             weights: `ema`, `raw`, or one of the decays kept.
         """
         core = self.weights(weights)
@@ -428,7 +428,7 @@ class Recognizer(GenerativeModel):
         super().validation_step(batch, batch_idx)
         if not self.writes_words:
             return
-        self._heard += [character_edits(said, self.written(found[0]))
+        self._edits += [character_edits(said, self.written(found[0]))
                         for said, found in zip(self.said(batch), self.transcribe(batch), strict=True)]
 
     def log_validation(self, result: Likelihood) -> None:
@@ -436,7 +436,7 @@ class Recognizer(GenerativeModel):
         super().log_validation(result)
         if not self.writes_words:
             return
-        edits, self._heard = gather(self._heard), []
+        edits, self._edits = gather(self._edits), []
         self.figures["val/cer"] = pooled(edits).rate
         self.log("val/cer", self.figures["val/cer"], rank_zero_only=False)
 

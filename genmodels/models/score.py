@@ -40,12 +40,12 @@ class _LevelSampler(NamedTuple):
 
 #: Langevin steps at each level of `annealed_langevin`.
 _EACH = 10
-#: What `sampler=` may be for score models, besides the samplers of diffusion.
+#: The samplers of score models besides those of diffusion.
 SAMPLERS = {
     "predictor_corrector": _LevelSampler(predictor_corrector, 200),
     "annealed_langevin": _LevelSampler(annealed_langevin, 40),
 }
-_FEW = 16  # dimensions up to which the corrector is left out: norms of scores vary too much there
+_FEW = 16  # dimensions up to which the corrector is left out, since norms of scores vary too much there
 _LANGEVIN_OPTIONS = ("sampler", "steps", "lengths", "path", "progress")
 _STEPS = 100  # of the default sampler
 
@@ -166,7 +166,7 @@ class NoiseLevelSchedule(LinearLogSnrSchedule):
 
 
 _ITEMS = 4096  # items between which the largest distance is taken
-_CONTINUOUS = 0.01  # smallest noise level, in standard deviations
+_CONTINUOUS = 0.01  # smallest noise level of continuous data, in standard deviations
 
 
 class ScoreModel(DiffusionModel):
@@ -226,11 +226,11 @@ class ScoreModel(DiffusionModel):
     def initialize(self, batch: Batch) -> None:
         """Mean and standard deviation of continuous data, and the largest distance between two items."""
         super().initialize(batch)
-        x0, smallest = self._entered(batch), self.hparams["smallest"]
+        x0, smallest = self._network_input(batch), self.hparams["smallest"]
         largest = largest_distance(x0[spread_rows(len(x0), min(len(x0), _ITEMS))])
         if largest <= smallest:
-            raise InputError(f"no two items of {self.spec.name} are further apart than {largest:g}, and "
-                             f"model.smallest={smallest:g} is to be less: lower it, or take other data")
+            raise InputError(f"model.smallest={smallest:g} is not below the largest distance between two items of "
+                             f"{self.spec.name}, {largest:g}: lower it, or take other data")
         for core in (self.core, *(() if self.ema is None else self.ema.averages)):
             core.schedule.reach(largest)
 
@@ -238,10 +238,10 @@ class ScoreModel(DiffusionModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by any sampler of diffusion (`ddpm` in 100 steps), `predictor_corrector` or `annealed_langevin`.
 
-        Samplers that add no noise keep the errors that a prediction of the noise makes at the largest levels, and some
-        of their samples are noisy; fresh noise corrects them. `steps` of the last two samplers are noise levels: 200
-        (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps at each). An `inverse_temperature`
-        multiplies the score at every level; `annealed_langevin` then aims at p^beta.
+        Samplers that add no noise keep the errors that a prediction of the noise makes at the largest levels, so that
+        some of their samples are noisy; fresh noise corrects these errors. `steps` of the last two samplers are noise
+        levels: 200 (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps at each). An
+        `inverse_temperature` multiplies the score at every level; `annealed_langevin` then aims at p^beta.
         """
         if options.sampler is None and options.known is None:
             options = options.with_default(sampler="ddpm", steps=min(_STEPS, self.num_steps))

@@ -29,7 +29,7 @@ class Encoding(nn.Module):
         continuous data    y = x, or x + g u where a column takes values g apart
         both               z = W (y - m)
 
-        log p(x) = log p(z) + log |det dz/dx|,    for integers a lower bound of their log-mass, in the mean over u
+        log p(x) = log p(z) + log |det dz/dx|,    for integers, in the mean over u, a lower bound on their log-mass
 
     W is one number for images and sequences, one for each column of vectors, or the matrix that makes the training data
     white (`pca`).
@@ -61,7 +61,8 @@ class Encoding(nn.Module):
     ):
         super().__init__()
         if whitening == "pca" and (spec.dims > MOST_PAIRS or len(spec.event_shape) > 1):
-            raise InputError(f"whitening=pca is for vectors of at most {MOST_PAIRS} numbers, got {spec.event_shape}")
+            raise InputError(f"whitening=pca is for vectors of at most {MOST_PAIRS} numbers, not events of "
+                             f"{spec.event_shape}: use whitening=scale")
         if gaps and spec.levels is not None:
             raise InputError("gaps=true is for continuous data: integers are dequantised anyway")
         if spec.levels is None:
@@ -169,8 +170,8 @@ _GUARD_EVERY = 10
 class ScoreMatched(GenerativeModel):
     """A model whose core has an energy and is trained by score matching, in units z of its encoding.
 
-    Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, for every training loss, so
-    that runs can be compared; in one and two dimensions, where log Z is cheap, the likelihood is logged too. So are
+    Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, whatever the training loss is,
+    so that runs can be compared; in one and two dimensions, where log Z is cheap, the likelihood is logged too. So are
     early signs of divergence: the spread of the energies, the mean norm of the scores, the trace of their Jacobian, and
     the ratio of the loss on held-out and on training data.
 
@@ -211,15 +212,15 @@ class ScoreMatched(GenerativeModel):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One micro-batch; stops when the energy diverges."""
         step = self.batches_seen
-        some = batch.rows(slice(0, 32))
-        noise = self.training_generator(len(some))
+        watched = batch.rows(slice(0, 32))
+        noise = self.training_generator(len(watched))
         value = super().training_step(batch, batch_idx)
         _, loss = self.latest
-        if len(loss.per_example) < len(batch):  # of a deep kernel; so that an error names the right item
+        if len(loss.per_example) < len(batch):  # a deep kernel's; errors must name the right item
             self.latest = (batch.rows(slice(len(batch) - len(loss.per_example), None)), loss)
         if step % _GUARD_EVERY == 0:
             with torch.no_grad():
-                energies = self.energies(self.points(some.x, noise))
+                energies = self.energies(self.points(watched.x, noise))
             self.guard.check(self.trainer.global_step, loss.per_example, energies)
         return value
 

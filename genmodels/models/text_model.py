@@ -29,6 +29,7 @@ from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
 _LONGEST = 3600  # seconds of one text: an hour is a gigabyte
+_MOST_FRAMES = 2**19  # frames of a token: as many as the longest text may have
 
 
 def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
@@ -49,18 +50,20 @@ def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]]
     """Frames (B, N) of every token, as the user lists them for each text; item k has text number `which[k]`.
 
     Raises:
-        InputError: for lists of another length than the text, or with anything but whole numbers from 1 on.
+        InputError: for no lists, lists of another length than the text, or anything but whole numbers from 1 on.
     """
+    if not durations or not all(isinstance(own, list | tuple) for own in durations):
+        raise InputError(f"durations are a list of numbers of frames for each text, got {durations}")
     found = torch.zeros_like(condition.tokens)
     for row, valid, k in zip(found, condition.mask[:, 0], which, strict=True):
         own, tokens = durations[k % len(durations)], int(valid.sum())
         if len(own) != tokens:
             raise InputError(f"durations: text {k} has {tokens} tokens and needs as many numbers of frames, got "
                              f"{len(own)}")
-        wrong = next((i for i, d in enumerate(own) if not (isinstance(d, int) and d >= 1)), None)
+        wrong = next((i for i, d in enumerate(own) if not (isinstance(d, int) and 1 <= d <= _MOST_FRAMES)), None)
         if wrong is not None:
             raise InputError(f"durations: token {wrong} of text {k} lasts {own[wrong]!r} frames; it needs a whole "
-                             "number from 1 on")
+                             f"number from 1 to {_MOST_FRAMES}")
         row[:tokens] = torch.tensor(own)
     return found
 
@@ -165,8 +168,8 @@ class TextRequest(NamedTuple):
     Attributes:
         condition: tokens and speakers.
         index: numbers of the samples, (n,).
-        rows: what their noise is keyed by, (n,); see `noise_rows`.
-        which: the text that each sample is of.
+        rows: indices of their keyed noise, (n,); see `noise_rows`.
+        which: the number of each sample's text.
         stretch: factors on the length of each token, (n, N), from marks in the texts; None for texts without marks.
     """
 
@@ -288,7 +291,7 @@ class TextModel(GenerativeModel):
                          **(self.hparams["encoder"] or {}))
 
     def assemble(self, core: nn.Module) -> None:
-        """Called last in a subclass' constructor."""
+        """Set the core and finish the setup; called last in a subclass' constructor."""
         self.core = core
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
@@ -304,14 +307,13 @@ class TextModel(GenerativeModel):
 
     def asked(self, options: SamplingOptions) -> TextRequest:
         """The texts of samples `start` .. `start + n - 1`, on this model's device."""
-        found = ask(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
-                    on_unknown=options.on_unknown)
-        return found.to(self.device)
+        return ask(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
+                   on_unknown=options.on_unknown).to(self.device)
 
-    def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, asked: TextRequest, made: dict) -> Samples:
+    def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, request: TextRequest, made: dict) -> Samples:
         """Whitened mels as samples: in log units, silent where the mask is False."""
         x = silent_beyond(self.units.inverse(u), mask, self.spec)
-        return Samples(x, asked.condition, asked.index, made, mask=mask, durations=durations)
+        return Samples(x, request.condition, request.index, made, mask=mask, durations=durations)
 
     # ---- pictures while training --------------------------------------------------------------------------------
 
@@ -412,29 +414,29 @@ class AlignedModel(TextModel):
         return self.posterior(batch)
 
     def frames_of(
-        self, seconds: float | None, asked: TextRequest, durations: list[list[int]] | None
+        self, seconds: float | None, request: TextRequest, durations: list[list[int]] | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The numbers of frames (n,) of so many seconds, and the given durations (n, N); each None if not asked for.
+        """The numbers of frames (n,) of so many seconds, and the given durations (n, N); each None if not given.
 
         Raises:
             InputError: for a time that is not positive, or that is not the sum of the durations.
         """
-        given = asked.durations(durations)
+        given = request.durations(durations)
         if seconds is None:
             return None, given
         if not 0 < seconds <= _LONGEST:
             raise InputError(f"seconds must be positive and at most {_LONGEST}, got {seconds:g}")
         rate, hop = self.spec.mel["sample_rate"], self.spec.mel["hop"]
         further = self.spec.mel.get("padding") == "tacotron"  # N frames are then N - 1 hops
-        frames = torch.full((len(asked.index),), -(-round(seconds * rate) // hop) + further, device=self.device)
+        frames = torch.full((len(request.index),), -(-round(seconds * rate) // hop) + further, device=self.device)
         if given is not None and not torch.equal(given.sum(1), frames):
             lasting = (float(given.sum(1)[0]) - further) * hop / rate
-            raise InputError(f"durations come to {lasting:.2f} s and seconds={seconds:g} was asked for: leave one out")
+            raise InputError(f"durations come to {lasting:.2f} s, not to seconds={seconds:g}: leave one of them out")
         return frames, given
 
     @contextmanager
     def explained(self, condition: TextCondition, seconds: float | None) -> Iterator[None]:
-        """Turns a ValueError of the decoder into an InputError that names a sufficient time."""
+        """Turn a ValueError of the decoder into an InputError that names a sufficient time."""
         try:
             yield
         except ValueError as error:

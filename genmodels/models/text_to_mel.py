@@ -37,7 +37,7 @@ from genmodels.speech.tacotron import AttentionKind, Decoded, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
 
-_FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
+_FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100  # most frames of a text without max_frames: 20 for each symbol, and 100
 
 
 class MelDDPM(MelDiffusion):
@@ -62,7 +62,7 @@ class MelDDPM(MelDiffusion):
         time_sampler: how training draws its times.
         variance: variance of the reverse steps; by default `learned` with `hybrid`, else `beta`.
         self_conditioning: the network also sees its last estimate of the data.
-        **shared: what all of these models take, see `MelDiffusion`.
+        **shared: what all diffusion models of mels take, see `MelDiffusion`.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
@@ -123,7 +123,7 @@ class MelFlowMatching(MelDiffusion):
         path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
         sigma_min: noise that `linear` leaves at t = 0.
         time_sampler: how training draws its times.
-        **shared: what all of these models take, see `MelDiffusion`.
+        **shared: what all diffusion models of mels take, see `MelDiffusion`.
 
     Source: Mehta et al., "Matcha-TTS: a fast TTS architecture with conditional flow matching", 2024, section 3.
 
@@ -153,8 +153,8 @@ class MelFlowMatching(MelDiffusion):
         **shared,
     ):
         super().__init__(spec, **shared)
-        followed = make_path(path, self.num_steps, sigma_min=sigma_min)
-        denoiser = Denoiser(self.make_unet(), followed, velocity_of(followed))
+        schedule = make_path(path, self.num_steps, sigma_min=sigma_min)
+        denoiser = Denoiser(self.make_unet(), schedule, velocity_of(schedule))
         objective = FlowMatching(time_sampler=time_sampler)
         objective.check(denoiser)
         self.assemble_around(denoiser, objective)
@@ -181,7 +181,7 @@ class MelEnergy(MelDiffusion):
         schedule: the noise schedule.
         time_sampler: how noise levels are drawn in training.
         net: options of the U-Net; each evaluation also takes its gradient, at two to three times the cost of `MelDDPM`.
-        **shared: what all of these models take, see `MelDiffusion`.
+        **shared: what all diffusion models of mels take, see `MelDiffusion`.
 
     Source: Song and Ermon 2019 (annealed Langevin); Salimans and Ho 2021 (energies of this form); Popov et al. 2021
     (the mean and the schedule).
@@ -246,7 +246,7 @@ class MelEnergy(MelDiffusion):
         """
         batch, noise = self.keyed(batch, seed)
         core = self.weights(weights)
-        _, u, cond = self._around(core, self.units(batch, noise)[0], batch)
+        _, u, cond = self._around_mean(core, self.units(batch, noise)[0], batch)
         level = torch.full((len(batch),), float(log_snr), device=u.device)
         alpha, _ = alpha_sigma(level)
         return core.denoiser.net.energy(alpha[:, None, None] * u, level, cond, batch.mask)
@@ -311,7 +311,7 @@ class Tacotron(TextModel):
         self.assemble(SpeakerEmbeddings(len(spec.speakers), self.speaker_channels, tacotron=decoder))
 
     def compiled_parts(self) -> list[nn.Module]:
-        """What torch.compile is applied to: the text encoder; the loop over frames is not unrolled."""
+        """The modules for torch.compile: the text encoder; the loop over frames is not compiled."""
         return [self.core.tacotron.encoder]
 
     # ---- the contract -------------------------------------------------------------------------------------------
@@ -364,10 +364,10 @@ class Tacotron(TextModel):
                                             ("durations", options.durations is not None)) if given]  # fmt: skip
         if refused:
             raise InputError(f"{refused[0]}: a tacotron stops by itself; with {refused[0]} take model=glow_tts")
-        asked = self.asked(options)
-        if asked.stretch is not None:
+        request = self.asked(options)
+        if request.stretch is not None:
             raise InputError("[slow]: a tacotron chooses every duration by itself; model=glow_tts follows the mark")
-        noise, condition = KeyedGenerator(options.seed, asked.rows, "sample"), asked.condition
+        noise, condition = KeyedGenerator(options.seed, request.rows, "sample"), request.condition
         most = options.max_frames
         if most is None:
             most = _FRAMES_A_SYMBOL * (condition.tokens > 1).sum(1) + _FRAMES_MORE
@@ -375,7 +375,7 @@ class Tacotron(TextModel):
         with as_input_errors():
             drawn = core.tacotron.sample(condition.tokens, condition.mask, core.voice(condition), generator=noise,
                                          temperature=options.temperature, max_frames=most)
-        broken_off = asked.index[~drawn.stopped].tolist()
+        broken_off = request.index[~drawn.stopped].tolist()
         if broken_off:
             logging.getLogger(__name__).warning(
                 "%d of %d mels did not stop and were cut at max_frames (samples %s)", len(broken_off), options.n,
@@ -385,7 +385,7 @@ class Tacotron(TextModel):
         made = {"sampler": "autoregressive", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature, "not_stopped": broken_off,
                 "words_missing_repeated": self._read(condition, drawn)}
-        return self.as_samples(drawn.mel, drawn.mask, looked.sum(1), asked, made)
+        return self.as_samples(drawn.mel, drawn.mask, looked.sum(1), request, made)
 
     def _read(self, condition: TextCondition, drawn: Synthesised) -> list[list[int]]:
         """The numbers of words of each text that the attention skipped, and that it repeated."""

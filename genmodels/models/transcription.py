@@ -20,7 +20,7 @@ from genmodels.speech.audio import MelConfig, log_mel, resample
 from genmodels.speech.decoding import LARGEST_BEAM, ByteLanguage, NGram, Search
 from genmodels.speech.text import in_form
 
-_FOREIGN = 0.1  # share of letters of a language model's text that are left out without a word
+_FOREIGN = 0.1  # share of letters of a language model's text that may be unknown to the recogniser
 #: The options of a search, in `transcribe` and in `evaluate`.
 SEARCH = ("beam", "lm", "lm_order", "lm_weight", "rescore", "length")
 
@@ -96,8 +96,8 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
             raise InputError(f"lm={file} has no line with letters")
         share = sum(n for _, n in foreign) / letters.total()
         if share > _FOREIGN:
-            raise InputError(f"lm={file}: {share:.0%} of its letters, such as "
-                             f"{foreign[0][0]!r}, are none that the recogniser writes: give texts of its language")
+            raise InputError(f"lm={file}: the recogniser does not write {share:.0%} of its letters, such as "
+                             f"{foreign[0][0]!r}: give texts of its language")
         texts = [[number[c] - 1 for c in own if c in number] for own in forms]
         return NGram(texts, len(number) - 1, order=order)
 
@@ -132,9 +132,9 @@ class TrainedRecogniser:
         return self.model.written(self.model.transcribe(Batch(self._mel(wave, sample_rate)), self.how)[0][0])
 
     def bits(self, waves: Iterable[Tensor], sample_rate: int, texts: Iterable[str]) -> float | None:
-        """-log2 p(text | sound) over the characters of all texts; None where one has probability zero.
+        """-log2 p(text | sound) per character, over all texts; None if one of them has probability zero.
 
-        With p(sound | text) of a text-to-speech model it closes the circle from text to sound to text.
+        It measures how well sounds of a text-to-speech model convey their texts.
         """
         nats, characters = 0.0, 0
         for wave, text in zip(waves, texts, strict=True):

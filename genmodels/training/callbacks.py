@@ -46,7 +46,7 @@ class CheckpointOptions:
 
 
 def between_batches(loops: dict, step: int, batches: int) -> dict:
-    """Lightning's loop state, rewritten to: `batches` are done, with everything due after them.
+    """Lightning's loop state, rewritten as if `batches` batches and everything due after them were done.
 
     Lightning's record depends on the hook in which the file is written, and decides whether the validation of that step
     is repeated or skipped; rewritten, a resumed run equals an uninterrupted one.
@@ -63,16 +63,16 @@ def between_batches(loops: dict, step: int, batches: int) -> dict:
 
 
 def metric_of(model) -> float | None:
-    """The metric of the last validation that is minimised, which a family logs first; None before any validation."""
+    """The metric that chooses best.ckpt, the first that a family logs, of the last validation; None before any."""
     return next((value for key, value in model.figures.items() if key.startswith("val/")), None)
 
 
 class Checkpointing(Callback):
     """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
 
-    A step followed by a validation is saved after it, so that a resumed run neither repeats nor skips a validation.
+    A step followed by a validation is saved after the validation, which a resumed run so neither repeats nor skips.
     Ctrl-C and SIGTERM stop the run between two steps, after saving; in a job of SLURM, SIGUSR1 also queues it again.
-    Several processes stop at the same step, whichever of them the signal reached.
+    Several processes stop at the same step, whichever of them received the signal.
 
     Arguments:
         run_dir: the run folder.
@@ -152,7 +152,7 @@ class Checkpointing(Callback):
         self._due = self._due or trainer.global_step % self.options.every_n_steps == 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        """Between two steps, when the metrics of the last one are logged: save if due, stop if a signal came."""
+        """Save if due and stop after a signal: here, between two steps, the metrics of the last step are logged."""
         # Lightning counts one step too many when a finished run is continued; metrics would have wrong steps.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         stop = self._stop if self._stops is None else self._stops(self._stop)
@@ -164,7 +164,7 @@ class Checkpointing(Callback):
             self._end(trainer, stop)
 
     def _end(self, trainer, number: int) -> None:
-        """Leave training at a step that is saved."""
+        """Leave training at the current step, which is saved."""
         if not trainer.is_global_zero:
             raise SystemExit(0)  # the first process reports it
         then = f" and {requeue()}" if number == _REQUEUE else ""
@@ -183,7 +183,7 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
 
     def on_train_end(self, trainer, pl_module) -> None:
-        """Save the last step; a checkpoint in parts becomes one file. Stop if a signal came in the last validation."""
+        """Save the last step, join checkpoints in parts, and stop if a signal arrived during the last validation."""
         self._restore_signals()
         self.save(trainer, "last.ckpt")
         if trainer.is_global_zero:
@@ -199,10 +199,10 @@ class Checkpointing(Callback):
 class SampleGrid(Callback):
     """Pictures of samples with a fixed seed at intervals, in the run folder and on every logger.
 
-    For mels, the first two are also written as sound; text is written as text, and so are transcripts.
+    Of mels, the first two are also written as sound. Samples of text and transcripts are written as text files.
 
     Arguments:
-        run_dir: the run folder; samples go to its folder `samples`, other pictures of the model to folders by name.
+        run_dir: the run folder; samples go to its folder `samples`, other pictures to folders of their name.
         every_n_steps: interval, 0 for never.
         n: number of images; points in the plane are always 2,000, mels and texts 8.
     """
@@ -241,7 +241,7 @@ class SampleGrid(Callback):
         except NotFinite as error:
             pl_module.print(f"step {step}: sample {error.row} is not finite, no samples are shown")
             return
-        except RunError as error:  # such as log Z of an energy that does not exist yet
+        except RunError as error:  # such as an energy whose log Z does not exist yet
             pl_module.print(f"step {step}: no samples are shown ({error})")
             return
         finally:
@@ -277,10 +277,10 @@ class StopWithoutImprovement(EarlyStopping):
     """Lightning's early stopping on the metric that chooses best.ckpt, whose name depends on the family.
 
     Arguments:
-        validations: number of them in a row without a better metric, after which training stops.
+        validations: number of validations in a row without a better metric, after which training stops.
     """
 
-    state_key = "early_stopping"  # Lightning's would change with the name of the metric, known at the first validation
+    state_key = "early_stopping"  # Lightning's contains the metric's name, which is unknown before a validation
 
     def __init__(self, validations: int):
         super().__init__("", patience=validations, check_on_train_epoch_end=False)
@@ -292,7 +292,7 @@ class StopWithoutImprovement(EarlyStopping):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_start(self, trainer, pl_module) -> None:
-        """A run that was stopped stays so, unless its patience is larger now."""
+        """Stop a resumed run that had been stopped, unless its patience is larger now."""
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -301,7 +301,7 @@ class StopWithoutImprovement(EarlyStopping):
 
 
 class Steps:
-    """A progress bar with the remaining time, for terminals; the part of tqdm's interface that `StepBar` uses."""
+    """A progress bar with the remaining time, for terminals, with the part of tqdm's interface that `StepBar` uses."""
 
     def __init__(self, total: int, initial: int):
         from rich import progress

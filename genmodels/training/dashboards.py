@@ -81,24 +81,23 @@ class LearnedDensity(Callback):
 
 
 def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | None:
-    """The log-density of a model in a box, (pixels, pixels); None if it has none (yet).
+    """The log-density of a model in a box, (pixels, pixels); None if the model has none, or none yet.
 
     Arguments:
         model: a model of points in the plane.
         extent: [x0, x1, y0, y1].
-        pixels: points per side; a third of them if each needs an ODE solution.
+        pixels: points per side; a third of them if the density takes an ODE solution.
     """
-    how: dict = {"method": "log_likelihood"}
+    method, options = "log_likelihood", {}
     if model.has_ode_likelihood:
-        how, pixels = {"method": "ode_likelihood", "solver": "heun", "steps": 8, "rows": 4096}, pixels // 3
+        method, options, pixels = "ode_likelihood", {"solver": "heun", "steps": 8, "rows": 4096}, pixels // 3
     mode = model.training
     try:
         model.eval()
         two = Batch(midpoints(extent, 2)[:2].to(width_of(model)), index=torch.arange(2)).to(model.device)
-        method = getattr(model, how["method"])
-        if method(two, **{key: value for key, value in how.items() if key != "method"}).kind == "unnormalised":
+        if getattr(model, method)(two, **options).kind == "unnormalised":
             return None
-        return on_grid(model, extent, pixels, **how)
+        return on_grid(model, extent, pixels, method=method, **options)
     except RunError:  # log Z is not finite yet, or the ODE cannot be solved: nothing to show
         return None
     finally:
@@ -122,7 +121,7 @@ def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.
 
 
 def picture_of_profile(result: Likelihood) -> Image.Image:
-    """A bound per unit of log-SNR."""
+    """The terms of a diffusion bound per unit of log-SNR, as steps."""
     edges, nats = result.profile.edges.double().cpu(), result.profile.nats.double().cpu() / result.profile.items
     unit = 1.0 if result.levels is None else float(result.dims.double().mean()) * math.log(2)
     name = "nats" if result.levels is None else "bits/dim"
@@ -217,7 +216,7 @@ PEAKS = {
     "RTX 4090": 165e12, "A10G": 70e12, "L4": 121e12,
 }  # fmt: skip
 _WARM_UP = 3  # steps in which kernels are chosen or compiled
-_ROWS, _COUNTED_AT = 4, 50  # rows of a batch on which a forward pass is counted, and when: shorter runs do without
+_ROWS, _COUNTED_AT = 4, 50  # rows of the batch on which a forward pass is counted, and its number in the run
 
 
 def peak_of(device: torch.device) -> float | None:
@@ -233,8 +232,8 @@ def peak_of(device: torch.device) -> float | None:
     return next((value for part, value in PEAKS.items() if re.search(rf"{part}(?!\d)", name)), None)
 
 
-class _Operations(TorchDispatchMode):
-    """Counts like torch's FlopCounterMode, which fails on losses that take derivatives themselves."""
+class _FlopCounter(TorchDispatchMode):
+    """As torch's FlopCounterMode, which fails on losses that take derivatives themselves."""
 
     def __init__(self):
         super().__init__()
@@ -244,12 +243,12 @@ class _Operations(TorchDispatchMode):
         named, formula = named or {}, flop_registry.get(function._overloadpacket)
         if formula is None:
             with self:  # a composite operation is counted by its parts
-                found = function.decompose(*arguments, **named)
-            if found is not NotImplemented:
-                return found
-        found = function(*arguments, **named)
-        self.total += 0 if formula is None else formula(*arguments, **named, out_val=found)
-        return found
+                result = function.decompose(*arguments, **named)
+            if result is not NotImplemented:
+                return result
+        result = function(*arguments, **named)
+        self.total += 0 if formula is None else formula(*arguments, **named, out_val=result)
+        return result
 
 
 def forward_flops(model, batch) -> float:
@@ -263,7 +262,7 @@ def forward_flops(model, batch) -> float:
     model.eval()
     try:
         with torch.random.fork_rng(cuda), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            with _Operations() as counter:
+            with _FlopCounter() as counter:
                 model.loss(some, model.training_generator(len(some)))
     finally:
         model.train(mode)
@@ -278,8 +277,8 @@ class Throughput(Callback):
         items/s = items / t,    FLOP/s = 3 forward FLOPs items/s,    utilisation = FLOP/s / (peak of all devices)
 
     The backward pass counts twice the forward pass, whatever is recomputed (Chowdhery et al. 2022, "PaLM", appendix B).
-    The first steps and those with a validation, a checkpoint or pictures in between do not count. It must be the first
-    callback, so that it is called at the end of a step before the others.
+    The first steps, and steps around a validation, a checkpoint or pictures, do not count. It must be the first
+    callback, so that its clock stops before the work of the others.
 
     Arguments:
         pictures_every: steps between pictures, 0 for none.
@@ -298,7 +297,7 @@ class Throughput(Callback):
             self._disturbed = True
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        """Time from the end of the step before to the end of this one."""
+        """Add the time from the end of the previous step to the end of this one."""
         now, waited = time.perf_counter(), getattr(trainer.train_dataloader, "waited", 0.0)
         if not self._disturbed and self._batches >= _WARM_UP * trainer.accumulate_grad_batches:
             self.items += len(batch) * trainer.world_size
@@ -322,15 +321,15 @@ class Throughput(Callback):
         if not self.seconds:
             return None
         rate, device = self.items / self.seconds, trainer.strategy.root_device
-        done = 3 * (self.flops or 0.0) * rate
+        speed = 3 * (self.flops or 0.0) * rate  # FLOP/s
         rounded = f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
         found = f"speed:    {rounded} items/s, {100 * self.waited / self.seconds:.1f} % of it waiting for data"
         for factor, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
-            if done >= factor:
-                found += f", {done / factor:.3g} {unit}"
+            if speed >= factor:
+                found += f", {speed / factor:.3g} {unit}"
                 break
         peak = peak_of(device)
-        if peak is not None and done:
+        if peak is not None and speed:
             name, many = torch.cuda.get_device_name(device), f"{trainer.world_size} x " * (trainer.world_size > 1)
-            found += f" ({100 * done / (peak * trainer.world_size):.1f} % of the bfloat16 peak of {many}{name})"
+            found += f" ({100 * speed / (peak * trainer.world_size):.1f} % of the bfloat16 peak of {many}{name})"
         return found

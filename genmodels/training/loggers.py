@@ -50,7 +50,7 @@ def rows_of(report: dict) -> list[list[Any]]:
 
 
 def values_of(report: dict) -> dict[str, float]:
-    """Single values by name; of several likelihoods of one kind, all but the first have their label in the name.
+    """Single values by name; of several likelihoods of one kind, all but the first have a label in their name.
 
     Example:
         >>> rows = [{"kind": "lower_bound", "unit": "nats", "nll": 1.5, "label": "K = 1"},
@@ -202,15 +202,15 @@ class CSVLogger(Logger):
         self.path = Path(path)
         self._rows: list[dict[str, Any]] = []
         if resume_step and self.path.exists():
-            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
             try:
+                lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
                 self._rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= resume_step]
             except (KeyError, TypeError, ValueError, csv.Error):  # csv.Error: a byte 0, in Python 3.10
                 raise RunError(f"{path} is no table of a run, with the number of a step in each row: move it away"
                                ) from None
         self._columns = list(dict.fromkeys(["step", *(key for row in self._rows for key in row)]))
         self._written: tuple | None = None  # columns, number of rows, the last of them, and bytes of the file
-        self._fresh = 0
+        self._unsaved = 0
 
     def log_hyperparams(self, params, *args, **kwargs) -> None:
         """The configuration has its own file, config.yaml."""
@@ -223,15 +223,15 @@ class CSVLogger(Logger):
             return
         if not self._rows or int(self._rows[-1]["step"]) != step:
             self._rows.append({"step": step})
-            self._fresh += 1
+            self._unsaved += 1
         self._rows[-1].update(metrics)
         self._columns.extend(key for key in metrics if key not in self._columns)
-        if self._fresh > 20:
+        if self._unsaved > 20:
             self.save()
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the new rows, or write the whole table where columns or the last row of the file have changed."""
+        """Append the new rows; write the whole table if its columns, its last written row or the file have changed."""
         if not self._rows:
             return
         done = 0 if self._written is None else self._written[1]
@@ -242,7 +242,7 @@ class CSVLogger(Logger):
         if not done:
             writer.writeheader()
         writer.writerows(self._rows[done:])
-        self._fresh, self._written = 0, None
+        self._unsaved, self._written = 0, None
         try:
             (append_text if done else write_text)(self.path, text.getvalue())
             self._written = [*self._columns], len(self._rows), dict(self._rows[-1]), self._bytes()
@@ -306,10 +306,10 @@ def log_config(loggers: list[Logger], config: dict) -> None:
 
 
 def identity_of(run_dir: Path) -> tuple[str, str]:
-    """The W&B id of a run folder and its starting time: those of its first W&B record, else new ones.
+    """The W&B id of a run folder and its starting time, from its first W&B record, else new ones.
 
     W&B puts the id into the record's name, `offline-run-<time>-<id>`, so that it is found even if the folder moves. The
-    id begins with our starting time, because W&B's is later by the time that it takes to start.
+    id begins with our starting time, because the time in the record is that at which W&B has started, seconds later.
     """
     records = sorted(found.groups() for path in (run_dir / "wandb").glob("*run-*")
                      if (found := re.fullmatch(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)", path.name)))
@@ -325,10 +325,10 @@ def log_evaluation(checkpoint: Path, options: LoggerOptions, report: dict, data:
     """Send an evaluation to the run's W&B records and event files: a table of likelihoods, and single values.
 
     Arguments:
-        checkpoint: in the folder of the run; one that is not the best is named in the keys, like raw weights, a limit,
-            and other data than those of training.
-        options: of the run; without W&B in them, nothing is sent there.
-        report: as JSON.
+        checkpoint: a checkpoint in the folder of the run. The names of the values contain what is unusual about the
+            evaluation: a checkpoint other than best.ckpt, raw weights, a limit, other data than those of training.
+        options: the loggers of the run.
+        report: the evaluation, as JSON.
         data: the name of the data of training.
 
     Returns whether there was a W&B run.

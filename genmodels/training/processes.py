@@ -24,8 +24,8 @@ from genmodels.core.errors import InputError, Interrupted, RunError, first_line
 
 _POLL = 0.2  # seconds between checks of the other processes
 _IMPORTING = 0.05  # seconds between checks whether torch is still being imported
-_GRACE = 3.0  # seconds for this process to end with its own message
-_CHOICE = "GENMODELS_CHOICE"  # choice of the first process, for those that Lightning starts: <pid>:<choice>
+_GRACE = 3.0  # seconds for this process to end with a message of its own
+_CHOICE = "GENMODELS_CHOICE"  # environment variable with the first process's choice, <pid>:<choice>, for its children
 _PATIENCE = timedelta(minutes=10)  # for a process that starts later than others
 _counter = itertools.count()
 _stores: list = []  # kept open, because other processes may still read from them
@@ -94,8 +94,8 @@ def _is_handled(error: BaseException | None) -> bool:
 def watched(children: Callable[[], list]) -> Iterator[None]:
     """End this process soon after another one of the run was killed, with a line that names it.
 
-    The first process watches those it has started, the others watch the first. Otherwise they would wait up to half an
-    hour for it.
+    The first process watches the processes it has started, the others watch the first. Otherwise they would wait for
+    the killed one for up to half an hour.
 
     Arguments:
         children: returns the processes (`Popen`) that this one has started so far.
@@ -182,14 +182,14 @@ def is_first() -> bool:
 
 
 def fitted(options, given: dict):
-    """TrainerOptions with the numbers of devices and machines that torchrun or srun has started processes for.
+    """TrainerOptions with the numbers of devices and machines for which torchrun or srun has started processes.
 
     Arguments:
         options: TrainerOptions.
-        given: the settings of the trainer that were given, without defaults.
+        given: the settings of the trainer that the user gave, without defaults.
 
     Raises:
-        InputError: for given numbers that differ.
+        InputError: if the user gave other numbers.
     """
     found = launch()
     if found is None:
@@ -283,8 +283,8 @@ def _by_store(choose: Callable[[], str]) -> str:
 class SharedSignal:
     """Shares a signal that has reached any process of a run: all know it at the same step, one step later.
 
-    Called before every batch by every process. It returns the result of the previous call's vote, which was reduced in
-    the background, on the CPU: no step waits for it.
+    Called before every batch by every process. It returns the result of the previous call, which was reduced in the
+    background, on the CPU: no step waits for it.
     """
 
     def __init__(self):

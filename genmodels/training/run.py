@@ -35,12 +35,12 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a finished run; as a number its validation metric, which a search over settings minimises.
+    """The result of a finished run; `float` gives its validation metric, which a search over settings minimises.
 
     Arguments:
         figures: the metrics of the last validation as printed, likelihoods with kind and standard error.
-        metric: the metric by which best.ckpt is chosen (the negative log-likelihood, where the family has one), of the
-            last validation.
+        metric: the metric of the last validation by which best.ckpt is chosen: the negative log-likelihood, where the
+            family has one.
         step: number of the last step.
         run: the run folder.
 
@@ -58,12 +58,12 @@ class Outcome:
         return self.metric
 
     def row(self) -> dict[str, str]:
-        """The cells of a table."""
+        """The result as a row of a table, by column."""
         return {**self.figures, "step": str(self.step), "run": self.run}
 
 
 class Place(NamedTuple):
-    """The folder of a run, and the checkpoint it is resumed from, None for a new run."""
+    """The folder of a run, and the checkpoint from which it is resumed; None for a new run."""
 
     folder: Path
     checkpoint: Path | None = None
@@ -74,8 +74,8 @@ def place_of(root: Path, name: str, run_dir: str | None, resume: str | None) -> 
 
     Arguments:
         root: the folder of all runs.
-        name: of model and data; runs are in root/name.
-        run_dir: the folder, None for one that is named after the time (with `resume="auto"` after the job).
+        name: name of model and data; runs are in root/name.
+        run_dir: the folder of the run; None for one named after the time (with `resume="auto"`, after the job).
         resume: None; `last`; `auto`, which resumes if this job has a checkpoint already; a folder, or a file.
 
     Raises:
@@ -96,7 +96,7 @@ def place_of(root: Path, name: str, run_dir: str | None, resume: str | None) -> 
 
 
 def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
-    """The folder of a new run, made: `run_dir`, or runs/<name>/<time> with a number appended where that exists.
+    """Make the folder of a new run: `run_dir`, or runs/<name>/<time>, with a number appended if that exists.
 
     Raises:
         InputError: when `run_dir` already holds a run, or weights.
@@ -120,8 +120,9 @@ def check_unused(folder: Path) -> None:
     """Raise InputError where a folder holds a run, weights, or a file that a run would overwrite."""
     if (folder / "last.ckpt").exists():
         raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
-    ours = (folder / "log.txt").exists(), (folder / "config.yaml").exists()  # in the order in which a run writes them
-    for name, of_run in (("config.yaml", ours[0]), ("metrics.csv", all(ours)), ("training.json", all(ours))):
+    logged, configured = ((folder / name).exists() for name in ("log.txt", "config.yaml"))  # a run writes them first
+    run = logged and configured
+    for name, of_run in (("config.yaml", logged), ("metrics.csv", run), ("training.json", run)):
         if (folder / name).exists() and not of_run:
             raise InputError(f"run_dir={folder} holds a {name} that is of no run: choose another folder")
     if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
@@ -132,7 +133,7 @@ def add_training_time(folder: Path, seconds: float, cpu_seconds: float) -> None:
     """Add to the training times in training.json; not stored in checkpoints, which must not depend on them."""
     spent = {"seconds": seconds, "cpu_seconds": cpu_seconds}
     if training_time(folder) and not training_time(folder, "cpu_seconds"):
-        del spent["cpu_seconds"]  # of a run whose first part was not measured: unknown
+        del spent["cpu_seconds"]  # stays unknown: an earlier part of the run was not measured
     times = {which: training_time(folder, which) + more for which, more in spent.items()}
     try:
         write_text(folder / "training.json", json.dumps(times))
@@ -175,7 +176,7 @@ def claim(folder: Path):
 
 
 def discard_unused(folder: Path, before: Collection[str] = ()) -> None:
-    """Remove the files of a run that never started, but for those `before` it, and its folder if it is empty then.
+    """Remove the files of a run that never started, except those in `before`, and its folder if that is then empty.
 
     What cannot be removed stays, for example a mount point.
     """
@@ -195,7 +196,7 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
 
     Raises:
         InputError: if there is nothing to resume, or it lies outside of run_dir.
-        RunError: for a pipe or a device, which is not waited for.
+        RunError: for a pipe or a device, which would block.
     """
     if resume == "last":
         where = [Path(run_dir)] if run_dir else (root / name).glob("*")
@@ -218,11 +219,11 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
 
 #: Messages of Lightning that do not concern users of genmodels.
 _IRRELEVANT = re.compile("in eval mode at the start of training|does not have many workers|`weights_only` was not set|"
-                   "no logger configured|isinstance.treespec, LeafSpec|GPU available but not used")
+                         "no logger configured|isinstance.treespec, LeafSpec|GPU available but not used")
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Whether a record belongs into log.txt: all of genmodels, and relevant warnings of others."""
+    """Whether a record belongs in log.txt: all of genmodels, and relevant warnings of others."""
     own = record.name.split(".")[0] == "genmodels"
     return own or (record.levelno >= logging.WARNING and not _IRRELEVANT.search(record.getMessage()))
 
@@ -261,7 +262,7 @@ def say(*lines: str) -> None:
 
 
 def conclude(model: GenerativeModel, folder: Path, seconds: float, cpu_seconds: float, speed: str | None) -> None:
-    """Print the end of a run: time, speed, metrics and the next commands; on a terminal the former as a table."""
+    """Print time, speed and metrics of a finished run, on a terminal as a table, and the next commands."""
     result, *commands = summary(model, folder)
     lines = [f"trained in {seconds:.0f} s, {cpu_seconds:.0f} s of CPU time", *([speed] if speed else []), result,
              *commands]
@@ -306,7 +307,7 @@ def described(model: GenerativeModel, datamodule: DataModule) -> dict:
 
 
 def attention_paths(model: nn.Module, device_type: str) -> list[str]:
-    """How the attention of a model is implemented on such a device, and why: a line for all modules that are alike.
+    """How the attention of a model is implemented on a kind of device, and why; equal modules share a line.
 
     Example:
         >>> from genmodels.nn.attention import Rotary
@@ -330,15 +331,13 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     best = folder / "best.ckpt"
     ckpt = best if best.exists() else folder / "last.ckpt"
     figures = ", ".join(f"{name} {value}" for name, value in figures_of(model).items()) or "no metrics"
-    lines = [f"result:   step {model.trainer.global_step}, {figures}"]
-    lines[0] += "".join(f"; best.ckpt is of step {step}" for _, step in best_of(folder))
+    result = f"result:   step {model.trainer.global_step}, {figures}"
+    result += "".join(f"; best.ckpt is of step {step}" for _, step in best_of(folder))
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
     trust = model.run_config.get("trust")
     named = typed("ckpt", ckpt) + (f" {typed('trust', trust)}" if trust else "")
-    made = f"sample:   {sample} {named} {wanted}"
-    if not model.generates:
-        made = f"sample:   genmodels transcribe {named} a.wav"
-    return [*lines, made, f"evaluate: {evaluate} {named}"]
+    command = f"{sample} {named} {wanted}" if model.generates else f"genmodels transcribe {named} a.wav"
+    return [result, f"sample:   {command}", f"evaluate: {evaluate} {named}"]
 
 
 def best_of(folder: Path) -> list[tuple[str, str]]:

@@ -61,16 +61,16 @@ class TrainerOptions:
     Arguments:
         max_steps: optimiser steps of the run.
         max_epochs: passes over the training data; the shorter of both limits applies; without either, 10,000 steps.
-        accelerator: `auto`, `cpu`, `gpu` or another of Lightning's.
+        accelerator: `auto`, `cpu`, `gpu` or another accelerator of Lightning.
         devices: number of processes, one per device (on the CPU, one per core used).
-        strategy: Lightning's strategy: `ddp` for several processes, `fsdp` to spread the weights over them too.
+        strategy: Lightning's strategy: `ddp` for several processes, `fsdp` to shard the weights over them too.
         num_nodes: number of machines.
         precision: `32-true`, `64-true` or `bf16-mixed`; float16 needs a loss scaler and is not supported.
         compile: compile the network with torch.compile.
         accumulate: batches per optimiser step.
         validate_every_n_steps: steps between validations, 0 for a single one at the end.
-        early_stopping: stop after so many validations in a row without a better metric, 0 for never; a run that was
-            stopped goes on with a larger number.
+        early_stopping: stop after this many validations in a row without a better metric, 0 for never; a stopped run
+            can be resumed with a larger number.
         lr_find: before training, choose model.optimizer.lr by Lightning's learning-rate finder.
         limit_validation: largest number of batches per validation, None for all.
         limit_evaluation: default number of items for evaluate.py on models of this run, None for all.
@@ -115,7 +115,7 @@ class TrainerOptions:
         if self.accelerator not in accelerators:
             raise InputError(f"trainer.accelerator must be one of {', '.join(accelerators)}, got {self.accelerator!r}")
         if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):
-            raise InputError(f"trainer.strategy={self.strategy} is no strategy of Lightning: use auto, or ddp for "
+            raise InputError(f"trainer.strategy={self.strategy} is not a strategy of Lightning: use auto, or ddp for "
                              "several processes")
 
     def steps(self, batches_per_epoch: int) -> int:
@@ -201,7 +201,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return super().optimizer_state(optimizer) if whole else optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict, filepath, storage_options=None) -> None:
-        """Write parts, or at the end a file; a run resumes from it with any number of processes and any strategy."""
+        """Write a checkpoint in parts, at the end one file; any number of processes and any strategy can resume it."""
         if self.lightning_module.finished:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -233,7 +233,7 @@ class EndlessBatchSampler(Sampler):
 def training_stream(datamodule: DataModule, batches_seen: int = 0) -> Loader:
     """This process's endless training batches, after the first `batches_seen` batches of the run.
 
-    The position in this stream without epochs is a single number. Workers run across epochs, and batches that were
+    The stream has no epochs, so that its position is a single number. Workers run across epochs, and batches that were
     prefetched when a run was killed are fetched again.
     """
     loader = datamodule.train_dataloader()
@@ -256,8 +256,8 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
 def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, datamodule: DataModule) -> float:
     """The learning rate at which the loss falls fastest while the rate grows from 1e-6 up to 1 in 100 steps.
 
-    The network, which has its first weights, is trained and should be discarded. If a loss is not finite, the largest
-    rate is divided by ten.
+    The network must have its initial weights; the search trains it, so discard it afterwards. If a loss is not finite,
+    the search is repeated with a tenth of the largest rate.
 
     Raises:
         InputError: for several processes, which would each find another rate, and where no rate is found.
@@ -265,7 +265,7 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
     if options.num_nodes != 1 or options.devices not in (1, "1", "auto"):
         raise InputError("trainer.lr_find tries learning rates on one process: run it with trainer.devices=1 "
                          "trainer.max_steps=1, then give model.optimizer.lr the rate that it prints")
-    start, found = copy.deepcopy(network.state_dict()), None
+    start, rate = copy.deepcopy(network.state_dict()), None
     bar = sys.stderr if options.progress and terminal(sys.stderr) else io.StringIO()  # Lightning's, a line each step
     for largest in (1.0, 0.1, 0.01, 0.001):
         network.load_state_dict(start)
@@ -277,11 +277,11 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
             # Losses may be negative, where Lightning's threshold on the loss would end the search at once.
             finder = Tuner(trainer).lr_find(network, training_stream(datamodule), min_lr=1e-6, max_lr=largest,
                                             num_training=_TRIES, early_stop_threshold=None, update_attr=False)
-            found = finder.suggestion()
+            rate = finder.suggestion()
             break
-    if found is None:
+    if rate is None:
         raise InputError("trainer.lr_find found no learning rate, the losses are not finite: give model.optimizer.lr")
-    return float(f"{found:.2g}")
+    return float(f"{rate:.2g}")
 
 
 #: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.
@@ -308,12 +308,12 @@ def check_same(header: dict, config: dict, path: Path) -> list[str]:
     """Messages about settings that changed on resume; a change to another run is refused.
 
     Arguments:
-        header: of the checkpoint.
+        header: the header of the checkpoint.
         config: the configuration given now.
         path: the checkpoint.
 
     Raises:
-        InputError: naming the first such key and both values.
+        InputError: naming the first setting that may not change, and both values.
     """
     messages = []
     for part in ("model", "data", "seed", "trainer"):
