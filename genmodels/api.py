@@ -24,17 +24,16 @@ from genmodels.cli.schema import Schema
 from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, require_known
+from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, at_least, require_known
 from genmodels.core.files import check_writable, located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
 from genmodels.core.tensors import html_table
-from genmodels.data.base import DataModule
 from genmodels.evaluation.materials import data_of, material
 from genmodels.evaluation.samples import draw, write_path, write_samples
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.plots.images import picture_of
+from genmodels.plots.images import has_picture, picture_of
 
 if TYPE_CHECKING:
     from genmodels.cli.say import Speech
@@ -110,13 +109,13 @@ class Samples(core.Samples):
         return f"{len(self.x)} samples of {self.spec.name} {self.spec.event_shape}"
 
     def _repr_png_(self) -> bytes | None:
-        if self.picture is None:
+        if (picture := self.picture) is None:
             return None
-        self.picture.save(held := io.BytesIO(), format="PNG")
+        picture.save(held := io.BytesIO(), format="PNG")
         return held.getvalue()
 
     def _repr_html_(self) -> str | None:
-        if self.picture is not None:
+        if has_picture(self.spec):
             return None
         names = list(self.spec.columns or self.spec.names_of_columns)[:_COLUMNS]
         rows = {"": names} if len(self.spec.event_shape) == 1 else {}
@@ -152,13 +151,12 @@ class Model:
         """The first items of a split of the data that the model was trained on; all of them by default.
 
         Raises:
-            InputError, RunError: if the data are missing.
+            InputError, RunError: for n below 1, a split that does not exist, or missing data.
         """
-        data = self._data()
+        with as_input_errors():
+            at_least(1, n=1 if n is None else n)
+        data = data_of(self.header, self.ckpt, self.trust)()
         return data.items(split, None if n is None else torch.arange(min(n, len(data.split(split)))))
-
-    def _data(self) -> DataModule:
-        return data_of(self.header, self.ckpt, self.trust)()
 
     def sample(
         self, n: int | None = None, cond: int | str | list[int | str] | None = None, *, ema: bool | float = True,
@@ -187,8 +185,8 @@ class Model:
         self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
         usual = DEFAULT_NUMBER if self.spec.text is None else 1
         options = _checked("genmodels.core.samples.SamplingOptions", options | {"n": usual if n is None else n})
-        if min(options["n"], batch_size) < 1:
-            raise InputError(f"n and batch_size must be at least 1, got {options['n']} and {batch_size}")
+        with as_input_errors():
+            at_least(1, n=options["n"], batch_size=batch_size)
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
         of_text = {} if self.spec.text is None else options
@@ -232,8 +230,9 @@ class Model:
             require_known(f"the likelihood of {an(self.family)}", options, own)
         from genmodels.evaluation.checkpoint import Request
 
-        batch, rows = self._batch(x, cond), batch_size or Request.batch_size
+        batch, rows = self._batch(x, cond), Request.batch_size if batch_size is None else batch_size
         with as_input_errors():
+            at_least(1, items=len(batch), batch_size=rows)
             self.spec.check(batch)
             parts = [
                 self.network.log_likelihood(
@@ -275,7 +274,8 @@ class Model:
         require_known("transcribe", options, [field.name for field in fields(TranscriptionOptions)])
         names = [str(files)] if isinstance(files, str | Path) else [str(file) for file in files]
         mels = recordings(self.network, self.header, names)
-        return list(heard(self.network, mels, TranscriptionOptions(**options), weights_of(ema), self.trust))
+        how = TranscriptionOptions(**_checked("genmodels.cli.transcribe.TranscriptionOptions", options))
+        return list(heard(self.network, mels, how, weights_of(ema), self.trust))
 
     def verify(self, *, ema: bool | float = True, device: str = "cpu", **options: Any) -> Findings:
         """The checks of `genmodels verify ckpt=...`: `passed`, `failed`, and as text the tables that it prints.

@@ -185,7 +185,7 @@ def test_speech(tmp_path):
     with pytest.raises(InputError, match="did you mean 'vocoder'"):
         gm.load(tmp_path).sample(text="a cab", vocodr="hifigan")
     for n in (0, -1):
-        with pytest.raises(InputError, match=f"n and batch_size must be at least 1, got {n}"):
+        with pytest.raises(InputError, match=f"n must be at least 1, got {n}"):
             gm.load(tmp_path).sample(n, text="a cab")
 
 

@@ -19,7 +19,7 @@ from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, RunError, check_number, check_temperature
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import SamplingOptions
-from genmodels.data.base import DataModule, spread_rows
+from genmodels.data.base import DataModule
 from genmodels.evaluation.features import Cache, code_hash, key_of
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
@@ -209,7 +209,7 @@ class Opened:
         datamodule: the data.
         request: the settings.
         items: number of items evaluated.
-        sha256: of the checkpoint's content.
+        sha256: hash of the checkpoint's content.
     """
 
     path: Path
@@ -221,8 +221,8 @@ class Opened:
     sha256: str = ""
 
     @classmethod
-    def open(cls, path: Path, request: Request, held: dict | None = None) -> Opened:
-        """Load a checkpoint and prepare its data; `held` keeps prepared data sets for the next checkpoint."""
+    def open(cls, path: Path, request: Request, prepared: dict | None = None) -> Opened:
+        """Load a checkpoint and prepare its data, unless they are in `prepared`, which keeps them for the next one."""
         from genmodels.models.build import build
         from genmodels.models.checkpoint import data_options, load_model
 
@@ -230,18 +230,17 @@ class Opened:
         model, header = load_model(path, device=request.device, trust=request.trust)
         if checkpoint_hash(path) != sha256:
             raise RunError(f"{path} was replaced while it was read: evaluate again")
-        node = data_options(header, path)
-        held, node = {} if held is None else held, {**node, **request.data}
-        key = repr(sorted(node.items()))
-        if key not in held:
-            held[key] = build(node, trust=request.trust).prepare()
-        datamodule = held[key]
-        fits(model, datamodule.spec)
         trained = data_options(header, path)
+        node, prepared = trained | request.data, {} if prepared is None else prepared
+        key = repr(sorted(node.items()))
+        if key not in prepared:
+            prepared[key] = build(node, trust=request.trust).prepare()
+        datamodule = prepared[key]
+        fits(model, datamodule.spec)
         changed = {key: value for key, value in request.data.items() if key not in trained or value != trained[key]}
         _require_same_division(datamodule, trained, changed)
         _require_same_items(model, datamodule, changed)
-        spec = datamodule.spec  # of the data that are evaluated, which `data.*` may have changed
+        spec = datamodule.spec  # request.data may have replaced the data of training
         model.spec = replace(model.spec, name=spec.name, entropy=spec.entropy, encoding=spec.encoding)
         limit = request.limit
         if limit is None:
@@ -259,12 +258,6 @@ class Opened:
     def limited(self) -> bool:
         """Whether fewer items are evaluated than the split has."""
         return self.items < len(self.datamodule.split(self.request.split))
-
-    def whole(self, split: str, most: int | None = None) -> Batch:
-        """The items of a split as one batch: all of them, or `most` spread over it."""
-        size = len(self.datamodule.split(split))
-        rows = spread_rows(size, size if most is None else min(size, most))
-        return self.datamodule.items(split, rows)
 
     def evaluated(self, most: int | None = None) -> Batch:
         """The evaluated items as one batch, or the first `most` of them."""
@@ -341,7 +334,7 @@ class EvaluationState:
     Arguments:
         opened: the model and its data.
         cache: of results.
-        shared: what the models of a table have in common (item hashes, the feature network); filled here.
+        shared: results that the models of a table share (item hashes, the feature network); filled by the stages.
         ranks: the processes of this command.
 
     Attributes:
@@ -414,7 +407,7 @@ class EvaluationState:
 
         Arguments:
             join: combines all parts, in the order of their numbers.
-            parts: `parts(state, key, *arguments)` returns those of one process by number; it is called in all of them.
+            parts: `parts(state, key, *arguments)` returns the parts of one process by number; every process calls it.
         """
         key = self.key(stage, settings)
 

@@ -18,7 +18,7 @@ _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
 
 
 class EvaluationCounter:
-    """Counts the rows through networks, the most through one; guidance, which evaluates it twice, counts twice.
+    """Counts the rows that pass through each of several networks; guidance, which evaluates one twice, counts twice.
 
     Example:
         >>> layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -49,7 +49,7 @@ class EvaluationCounter:
 
     @property
     def rows(self) -> int:
-        """The rows through the network that most passed through."""
+        """The largest of the counts."""
         return max(self.counts, default=0)
 
 
@@ -64,18 +64,18 @@ def networks_of(core: nn.Module) -> list[nn.Module]:
 
 
 def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | None:
-    """Network evaluations per sample: counted, or as the sampler reports; of a flow those of each of its layers.
+    """Network evaluations per sample: counted, or as the sampler reports; for a flow the evaluations of one layer.
 
-    One for couplings, D for autoregressive layers, whose turns are counted, and of transformer flows the mean over the
-    meta-blocks, of which the sampler reports the sum.
+    A coupling layer needs one, an autoregressive layer one for each of its D dimensions. For transformer flows it is
+    the mean over the meta-blocks, of which the sampler reports the sum.
     """
     reported = made.get("evaluations")
     if is_flow(model):
         blocks = sum(hasattr(layer, "sweeps") for layer in model.core.modules())
         if blocks and reported:
             return reported / blocks
-        turns = [net.in_channels for net in networks_of(model.core) if hasattr(net, "unroll")]
-        return max(1.0, rows / n if rows else max(turns, default=1))  # a network in turns is never called whole
+        dims = [net.in_channels for net in networks_of(model.core) if hasattr(net, "unroll")]
+        return max(1.0, rows / n if rows else max(dims, default=1))  # which the inverse never calls whole
     if rows:
         return rows / n
     if reported is None or is_diffusion(model) or is_masked_diffusion(model):

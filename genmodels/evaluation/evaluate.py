@@ -20,7 +20,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.utterances import characters
 from genmodels.evaluation import cost
-from genmodels.evaluation.checkpoint import EvaluationState, Opened
+from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.likelihood import LikelihoodStage, bounds_of, lines_of
 from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
@@ -84,14 +84,14 @@ def best_histogram(train: Tensor, val: Tensor, levels: int) -> PixelHistogram:
 def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
     """Baselines of the likelihood of the first `limit` items, with their standard errors over the items.
 
-    For images the uniform model and the best per-pixel histogram, for text the uniform model and the frequencies of
-    bytes and of pairs, for mels a Gaussian for each band, for their transcripts the frequencies of characters with and
-    without those before; for other data the exact entropy, if it is known.
+    For images the uniform model and the best per-pixel histogram; for text the uniform model and the frequencies of
+    bytes and of pairs of bytes; for mels a Gaussian for each band; for transcripts n-grams of characters of order 1 and
+    6; for other data the exact entropy, if it is known.
 
     Arguments:
         datamodule: the data.
-        split: of the items.
-        spec: of what the model gives probabilities of.
+        split: train, val or test.
+        spec: the DataSpec of what the model assigns probabilities to, such as the transcripts for a recogniser.
         limit: number of items, None for all.
     """
     if spec.encoding == "characters":
@@ -139,7 +139,7 @@ def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | No
 def of_characters(
     datamodule: DataModule, split: str, classes: int, order: int, limit: int | None = None
 ) -> Likelihood:
-    """The likelihood of the transcripts of a split by n-grams of those of the training split, without their mels."""
+    """The likelihood of the transcripts of a split under n-grams of the training transcripts, which see no mels."""
     train, found = (
         [tuple(row[:count]) for batch in datamodule.loader(name, 256, rows) for row, count in
          zip(*(part.tolist() for part in characters(batch)), strict=True)]
@@ -157,7 +157,7 @@ def gaussian_per_band(
 
         sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c of band c in the training split
 
-    The cells are those of the models: they include frames of silence that make a length even.
+    The cells are the same as for the models: a frame of silence that makes a length even is included.
 
     Example:
         >>> from genmodels.data.speech import Speech
@@ -193,14 +193,14 @@ def _moments(parts) -> tuple[Tensor, Tensor]:
     return mean, (squares / count - mean.square()).sqrt()
 
 
-_CHECKS = 60.0  # seconds for the checks unless checks=full
+_CHECK_SECONDS = 60.0  # for all checks, unless checks=full
 
 
 class Evaluation:
     """The stages of one checkpoint's evaluation, each computed once for the same checkpoint and settings.
 
     Arguments:
-        opened, cache, shared, ranks: as of `EvaluationState`.
+        opened, cache, shared, ranks: see `EvaluationState`.
 
     Attributes:
         pictures: by name, written as files next to the report.
@@ -303,13 +303,13 @@ class Evaluation:
     def checks(self) -> None:
         """The checks of this checkpoint, and the layers of a flow."""
         model, request, line = self.opened.model, self.state.request, self.likelihood.lines[0]
-        bound = 3600.0 if request.checks == "full" else 10.0 if self.opened.limited else _CHECKS
+        seconds = 3600.0 if request.checks == "full" else 10.0 if self.opened.limited else _CHECK_SECONDS
 
         def compute() -> dict:
             batch = self.opened.evaluated(8 if line.method == "ode_likelihood" else 64).to(model.device)
             subject = ModelSubject(
                 model, batch, weights_of(request.ema), request.seed, line.options, self.likelihood.first,
-                time.monotonic() + bound, self.opened.evaluated(2000).x, line.method,
+                time.monotonic() + seconds, self.opened.evaluated(2000).x, line.method,
             )
             with progress_bar(desc=f"checks of {model.family}", unit="check") as bar:
 
@@ -321,7 +321,7 @@ class Evaluation:
             return {"checks": checks, "layers": subject.flow.layers if is_flow(model) else []}
 
         # Some checks need the likelihood of the items, which is there if its stage was done.
-        settings = {"options": line.options, "bound": bound, "likelihood": self.likelihood.first is not None}
+        settings = {"line": line.settings, "seconds": seconds, "likelihood": self.likelihood.first is not None}
         done = self.state.once("checks", settings, compute)
         self.report.checks = [Check(**check) for check in done["checks"]]
         if done["layers"]:
@@ -335,24 +335,51 @@ class Evaluation:
 
 def check_options(models: Sequence[Opened]) -> None:
     """Raise an InputError for an option that none of the models takes; the others of a table ignore it."""
+    request, taken = models[0].request, _taken(models)
+    for name, needed, families in _given(request):
+        if needed not in taken:
+            held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
+            raise InputError(f"{name} {'are' if ' and ' in name else 'is'} for {families}: {held}")
+    listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
+    if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
+        samplers = dict.fromkeys(name for names in listed for name in names)
+        if request.sampler not in samplers:
+            raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
+    for opened in models:
+        if request.temperature not in (None, 1) and not takes_temperature(opened.model, request.sampler):
+            raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
+                             f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
+                             "table are drawn alike, leave it out")
+
+
+def _taken(models: Sequence[Opened]) -> set[str]:
+    """The arguments of likelihoods and samplers that one of the models takes, and what one has: samples, an ODE, ..."""
     request = models[0].request
-    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
-    known -= {"importance_samples"}  # without effect on real numbers; see below
-    known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
-    known |= {"guidance" for opened in models if getattr(opened.model, "has_null_class", False)}
-    if any(not opened.model.generates for opened in models):
-        known |= {"beam", "nbest", "lm", "length"}
-    if any(opened.model.generates and opened.spec.text is not None for opened in models):
-        known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
-    known |= {bound for opened in models for bound in bounds_of(opened.model)}
+    arguments = [inspect.signature(opened.model.log_likelihood).parameters for opened in models]
+    taken = {name for names in arguments for name in names}
+    taken -= {"importance_samples", "chains"}  # without effect on real numbers, and on a sum over a grid
+    lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
+    if lines.issuperset(request.importance_samples or ()):  # the ODE takes them if its divergence is exact
+        taken.add("importance_samples")
+    if request.normaliser == "ais" or any("normaliser" in names and opened.spec.dims > 2
+                                          for names, opened in zip(arguments, models, strict=True)):
+        taken.add("chains")
     if len(models) > 1:
-        known |= {"several"}
-    if any(opened.model.generates for opened in models):
-        known |= {"samples"}
-    if any("normaliser" in inspect.signature(opened.model.log_likelihood).parameters and opened.spec.dims > 2
-           for opened in models) or request.normaliser == "ais":
-        known |= {"chains"}
-    given = [
+        taken.add("several")
+    for opened in models:
+        model = opened.model
+        taken |= {name for name in ("sampler", "steps") if model.takes(name)} | set(bounds_of(model))
+        taken |= {"guidance"} if getattr(model, "has_null_class", False) else set()
+        taken |= {"ode"} if model.has_ode_likelihood else set()
+        taken |= {"samples"} if model.generates else {"beam", "nbest", "lm", "length"}
+        if model.generates and opened.spec.text is not None:
+            taken |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
+    return taken
+
+
+def _given(request: Request) -> list[tuple[str, str, str]]:
+    """The options that a request sets: name, the entry of `_taken` that each needs, and the models that have it."""
+    options = [
         ("recognizer", "recognizer", "text-to-speech models", request.recognizer is not None),
         ("nbest", "nbest", "recognisers", request.nbest > 1),
         ("lm", "lm", "recognisers", request.lm is not None),
@@ -376,28 +403,6 @@ def check_options(models: Sequence[Opened]) -> None:
         ("sampler", "sampler", "models with several samplers", request.sampler is not None),
         ("steps", "steps", "models that are sampled in steps", request.steps is not None),
         ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),
+        ("ode", "ode", "diffusion models", request.ode is True or bool(request.ode_options)),
     ]
-    by_ode = any(opened.model.has_ode_likelihood for opened in models)
-    of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
-    if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them if its divergence is exact
-        known.add("importance_samples")
-    for name, needed, families, asked in given:
-        if asked and needed not in known:
-            raise _nobody(name, families, models)
-    listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
-    if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
-        samplers = dict.fromkeys(name for names in listed for name in names)
-        if request.sampler not in samplers:
-            raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
-    for opened in models:
-        if request.temperature not in (None, 1) and not takes_temperature(opened.model, request.sampler):
-            raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
-                             f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
-                             "table are drawn alike, leave it out")
-    if (request.ode is True or request.ode_options) and not by_ode:
-        raise _nobody("ode", "diffusion models", models)
-
-
-def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
-    held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
-    return InputError(f"{name} {'are' if ' and ' in name else 'is'} for {families}: {held}")
+    return [(name, needed, families) for name, needed, families, is_set in options if is_set]

@@ -194,8 +194,9 @@ class Items:
 class Scaled(nn.Module):
     """Data in their own units to float32: integers to [-1, 1], continuous values standardised by the training data.
 
-    Each value by its own standard deviation, in images and sequences at least a quarter of that of its channel: a band
-    of a mel is silent at the frames where no training item is longer, which would scale longer items without limit.
+    Each value is divided by its own standard deviation, but in images and sequences by at least a quarter of that of
+    its channel: frames beyond the end of all training items are silent in all of them, and would scale longer items
+    without limit.
     """
 
     def __init__(self, items: Items):

@@ -93,7 +93,7 @@ def frechet_with_error(a: Tensor, b: Tensor) -> Distance:
 
         se^2 = var_i I(a_i) / n + var_i I(b_i) / m
 
-    I(x) = 2 (m1 - m2)'y + y'y - y'T y, y = x - m1, is the derivative of the distance by the weight of an item, with the
+    I(x) = 2 (m1 - m2)'y + y'y - y'T y, y = x - m1, is the derivative of the distance by the weight of item x, with the
     transport map T = C1^(-1/2) (C1^(1/2) C2 C1^(1/2))^(1/2) C1^(-1/2) between the Gaussians. It is the limit of the
     bootstrap. Between two sets of one distribution, where the derivative vanishes, it is too large by a factor of about
     1.5 (measured: 1.33 to 1.52).
@@ -214,9 +214,9 @@ def precision_recall_errors(real: Tensor, generated: Tensor, k: int = 3) -> tupl
 
         se^2 = mean over splits of (s_1 - s_2)^2 / 4,   s_1, s_2 the shares between the first and the second halves
 
-    The halves are apart, so that their difference has twice the variance of one, and one about twice that of the whole.
-    A binomial error would leave out that the balls are random too, and hold several points at once. None for fewer than
-    2 (k + 1) items.
+    The halves are disjoint, so that s_1 - s_2 has twice the variance of s_1, which has about twice that of the share of
+    the whole sets. A binomial error would ignore that the balls are random too, and hold several points at once. None
+    for fewer than 2 (k + 1) items.
 
     Example:
         >>> x = torch.randn(2, 100, 2, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, hint, progress_bar
+from genmodels.core.errors import InputError, RunError, as_input_errors, hint, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.diffusion.likelihood import OdeLikelihood
@@ -48,6 +48,11 @@ class Line:
     label: str
     method: str
     options: dict
+
+    @property
+    def settings(self) -> dict:
+        """What its values depend on, in keys of the cache."""
+        return {"method": self.method, **self.options}
 
 
 def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
@@ -90,23 +95,28 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
                        options | {"importance_samples": k}) for k in counts]
     if model.has_ode_likelihood:
-        scalars = opened.items * model.spec.dims
-        vectors = len(model.spec.event_shape) == 1
+        scalars, vectors = opened.items * model.spec.dims, len(model.spec.event_shape) == 1
         if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
-            check_ode_options(request.ode_options, model)
-            own = {"weights": options["weights"], "seed": request.seed, **request.ode_options}
-            # The noise of probes would raise the logarithm of a mean over K.
-            exact = OdeDensity(divergence=request.ode_options.get("divergence", "auto")).exact(model.spec.dims)
-            wanted = request.importance_samples if exact else None
-            counts = sorted(set(wanted or [1])) if model.spec.levels else []
-            lines += [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own)
-                      for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
+            lines += _ode_lines(opened, options)
         elif request.ode_options:
             raise InputError(f"ode_options have no effect, since the ODE of {path} is not computed: add "
                              "ode=true, or leave them out")
         elif request.ode == "auto":
             notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
     return lines or [Line("", "log_likelihood", options)], notes
+
+
+def _ode_lines(opened: Opened, options: dict) -> list[Line]:
+    """The lines of the probability-flow ODE, of integers one for each number of importance samples."""
+    model, given = opened.model, opened.request.ode_options
+    check_ode_options(given, model)
+    own = {"weights": options["weights"], "seed": options["seed"], **given}
+    if not model.spec.levels:
+        return [Line("probability-flow ODE", "ode_likelihood", own)]
+    # The noise of probes would raise the logarithm of a mean over K.
+    exact = OdeDensity(divergence=given.get("divergence", "auto")).exact(model.spec.dims)
+    counts = sorted(set((exact and opened.request.importance_samples) or [1]))
+    return [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own) for k in counts]
 
 
 def check_ode_options(given: dict, model) -> None:
@@ -135,14 +145,14 @@ def check_ode_options(given: dict, model) -> None:
 
 
 def bounds_of(model) -> tuple[str, ...]:
-    """The bounds that a model of diffusion has."""
-    if "bound" not in inspect.signature(model.log_likelihood).parameters:  # hints of other models may not resolve
+    """The bounds of a diffusion model; none of other models."""
+    if "bound" not in inspect.signature(model.log_likelihood).parameters:  # their annotations may not resolve
         return ()
     return get_args(get_type_hints(model.log_likelihood)["bound"])
 
 
 def likelihood_parts(state: EvaluationState, key: str, line: Line) -> dict[int, dict]:
-    """This process's batches of the items that are evaluated, by number."""
+    """The likelihoods of this process's batches of the evaluated items, by number of the batch."""
     opened = state.opened
     return batches_of(state, key, line, opened.datamodule, opened.items, f", {line.label}" if line.label else "")
 
@@ -150,7 +160,7 @@ def likelihood_parts(state: EvaluationState, key: str, line: Line) -> dict[int, 
 def batches_of(
     state: EvaluationState, key: str, line: Line, datamodule: DataModule, count: int, label: str
 ) -> dict[int, dict]:
-    """The likelihood of this process's batches of the first `count` items of a data set, the same for any processes.
+    """The likelihoods of this process's batches of the first `count` items of a data set, by number of the batch.
 
     Raises:
         RunError: for an item with invalid values, or when memory runs out.
@@ -187,11 +197,8 @@ def _likelihood(model, batch: Batch, line: Line, size: int) -> Likelihood:
     except ValueError as error:
         raise RunError(str(error)) from error
     try:
-        return getattr(model, line.method)(batch.to(model.device), **line.options).cpu()
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(str(error)) from error
+        with as_input_errors():
+            return getattr(model, line.method)(batch.to(model.device), **line.options).cpu()
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
             raise RunError(f"out of memory at batch_size={size}: try batch_size={max(1, size // 4)}") from error
@@ -233,57 +240,58 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     The extreme items are named only if values of single items exceed their noise. For log p(x | y), given the class,
     `class_cost` is log C in the line's unit: with C classes drawn evenly p(x) >= p(x | y)/C.
     """
-    discrete, made = spec.levels is not None, likelihood.made
+    mean, made = likelihood.mean_nats(), likelihood.made
     dims = float(likelihood.dims.double().mean())
-    scale = dims * math.log(2) if discrete else 1.0
-    mean = likelihood.mean_nats()
-    value = None if mean is None else -mean / scale
-    found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
-                   "unit": spec.unit, "mean_nats": mean}
-    if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
-        scale = dims
-    numbers = {"bits_per_dim" if discrete else "nll": value}
-    if not discrete:
-        numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()
-    error = likelihood.standard_error(found["unit"])
+    scale = {"nats": 1.0, "nats_per_dim": dims}.get(spec.unit, dims * math.log(2))  # nats in one unit
+    value, error = None if mean is None else -mean / scale, likelihood.standard_error(spec.unit)
+    numbers = {"bits_per_dim": value} if spec.levels is not None else {
+        "nll": None if mean is None else -mean, "nll_per_dim": likelihood.mean_nll_per_dim()}
     numbers |= {"se_data": None, "se_items": None, "se_mc": None} if error is None else {
         "se_data": error.total, "se_items": error.items, "se_mc": error.draws}
-    shared = made.get("log_z_stderr") if likelihood.kind == "ais" else None
-    if shared is not None:
-        numbers["se_log_z"] = shared / scale
-        found["optimistic"] = True
-        if value is not None:
-            found["bracket"] = Bracket(*(None if end is None else value + (end - made["log_z"]) / scale
-                                         for end in (made["log_z_least"], made["log_z_most"])))
-        if not made["reliable"]:
-            found["unreliable"] = made["note"]
     if made.get("given") == "class":
         numbers["class_cost"] = math.log(spec.num_classes) / scale
     if spec.entropy is not None and value is not None:
         numbers |= {"entropy": spec.entropy, "kl_gap": value - spec.entropy, **paired_gap(likelihood, spec, x)}
-    if likelihood.kind == "unnormalised":  # not comparable, so no number that could be compared
+    found = {}
+    if likelihood.kind == "ais" and made.get("log_z_stderr") is not None:
+        numbers["se_log_z"] = made["log_z_stderr"] / scale
+        found = _optimism(made, value, scale)
+    reason = _reason(likelihood)
+    if reason is not None:
         numbers = dict.fromkeys(numbers)
-        found["reason"] = made["reason"]
-    elif mean is None:
-        found["reason"] = "not finite"
-    elif not made.get("consistent", True):  # the two directions of log Z disagree: only the bracket is given
-        numbers = dict.fromkeys(numbers)
-        found["reason"] = "forward and reverse chains disagree on log Z"
     samples = made.get("importance_samples", 1)
     if samples > 1 and likelihood.stderr is not None and mean is not None:
         found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
-    single = likelihood.single_values()
-    size = 1.0 if spec.mel is not None else dims / scale
-    found["single"] = SingleValues(None if single.noise is None else single.noise * size, single.spread * size)
+    single, size = likelihood.single_values(), dims / scale
     order = (likelihood.nats / likelihood.dims).argsort()
-    withheld = "reason" in found and likelihood.kind != "unnormalised"
-    order = order[torch.isfinite(likelihood.nats[order])] if single.shown and not withheld else order[:0]
-    return (BitsLine if discrete else NatsLine)(
-        **found, **numbers, how=how(likelihood), n=len(likelihood), nonfinite=len(likelihood.nonfinite),
-        nonfinite_first=[int(i) for i in likelihood.nonfinite[:3]],
+    named = single.shown and (reason is None or likelihood.kind == "unnormalised")
+    order = order[torch.isfinite(likelihood.nats[order])] if named else order[:0]
+    return (NatsLine if spec.levels is None else BitsLine)(
+        label=_label(likelihood, label), kind=likelihood.kind, mark=likelihood.mark, unit=spec.unit, mean_nats=mean,
+        **numbers, **found, reason=reason, how=how(likelihood),
+        single=SingleValues(None if single.noise is None else single.noise * size, single.spread * size),
+        n=len(likelihood), nonfinite=len(likelihood.nonfinite), nonfinite_first=likelihood.nonfinite[:3].tolist(),
         worst=_extremes(likelihood, order[:8]), best=_extremes(likelihood, order.flip(0)[:8]),
         parts_nats={name: float(part.double().mean()) for name, part in likelihood.parts.items()}, made=made,
     )
+
+
+def _optimism(made: dict, value: float | None, scale: float) -> dict:
+    """The fields of a line on annealed importance sampling: the bracket of its value, and whether it is unreliable."""
+    bracket = None if value is None else Bracket(*(None if end is None else value + (end - made["log_z"]) / scale
+                                                   for end in (made["log_z_least"], made["log_z_most"])))
+    return {"optimistic": True, "bracket": bracket, "unreliable": None if made["reliable"] else made["note"]}
+
+
+def _reason(likelihood: Likelihood) -> str | None:
+    """Why a likelihood has no value that can be compared; None if it has one."""
+    if likelihood.kind == "unnormalised":
+        return likelihood.made["reason"]
+    if len(likelihood.nonfinite):
+        return "not finite"
+    if not likelihood.made.get("consistent", True):  # only the bracket is given
+        return "forward and reverse chains disagree on log Z"
+    return None
 
 
 def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
@@ -312,8 +320,7 @@ def how(likelihood: Likelihood) -> str:
         words.append(f"K = {made['importance_samples']}, {made['dequantisation']}")
     if likelihood.kind == "ode":
         trace = made["divergence"] if made["divergence"] == "exact" else f"{made['probes']} probes"
-        words.append(f"{made['solver']}, {trace}")
-        words += _solved(likelihood)
+        words += [f"{made['solver']}, {trace}", *_solved(likelihood)]
     if "log_z" in made and likelihood.kind == "exact":
         words.append("log Z by quadrature")
     if likelihood.kind == "ais":
@@ -406,9 +413,8 @@ class LikelihoodStage:
         return self.lines[0], self.first
 
     def _evaluated(self, line: Line) -> Likelihood:
-        settings = {"method": line.method, **line.options}
         join = partial(in_one, self.state.opened.items)
-        return unpacked(self.state.once_by_all("likelihood", settings, join, likelihood_parts, line))
+        return unpacked(self.state.once_by_all("likelihood", line.settings, join, likelihood_parts, line))
 
     def _extreme_items(self) -> None:
         """The least and most likely items of the first line that names them."""
@@ -424,8 +430,8 @@ class LikelihoodStage:
     def _density(self) -> None:
         """The density in the plane by the first line that has one, the true density, and the data."""
         opened, arrays = self.state.opened, self.state.arrays
-        usable = ((k, one.kind) for k, one in enumerate(self.state.report.likelihood) if one.kind in ("exact", "ode"))
-        number, kind = next(usable, (None, ""))
+        number, kind = next(((k, one.kind) for k, one in enumerate(self.state.report.likelihood)
+                             if one.kind in ("exact", "ode")), (None, ""))
         if number is None or self.state.request.limit not in (None, "all") or opened.limited:
             return
         line, points = self.lines[number], opened.evaluated(2000).x
@@ -435,8 +441,7 @@ class LikelihoodStage:
             found = on_grid(opened.model, extent, size, method=line.method, **line.options)
             return {"log_density": found.float()}
 
-        settings = {"method": line.method, **line.options, "extent": extent, "size": size}
-        found = self.state.once("density", settings, compute)
+        found = self.state.once("density", {**line.settings, "extent": extent, "size": size}, compute)
         arrays["density"], arrays["density_data"] = found["log_density"], points
         if (truth := truth_of(opened.spec)) is not None:
             arrays["density_true"] = truth.log_prob(midpoints(extent, size).double()).float().view(size, size)

@@ -24,7 +24,7 @@ from genmodels.models.checkpoint import data_options
 from genmodels.models.mels import alone, even_lengths
 from genmodels.speech.text import Symbols, ready
 
-_OF_ITEM = ("text_file", "durations", "seconds", "speed", "stream")  # what an item decides
+_OF_ITEM = ("text_file", "durations", "seconds", "speed", "stream")  # options that an item with a text replaces
 
 
 def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> Callable[[], DataModule]:
@@ -39,7 +39,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     a mel without text its length. With another `text` in place of a mask `inpaint` draws the words that differ.
 
     Arguments:
-        named: `inpaint`, `mask` and `edit`, of a model of texts also what else the user asks of the text.
+        named: `inpaint`, `mask` and `edit`; for a model of speech also the user's options on the text.
 
     Raises:
         InputError: for a model that cannot start from an item, or items that do not exist.

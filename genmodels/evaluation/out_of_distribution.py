@@ -227,7 +227,7 @@ def other_of(state: EvaluationState, name: str) -> DataModule:
 
 
 def other_parts(state: EvaluationState, key: str, line: Line, name: str, count: int) -> dict[int, dict]:
-    """This process's batches of another data set, by number."""
+    """The likelihoods of this process's batches of another data set, by number of the batch."""
     return batches_of(state, key, line, other_of(state, name), count, f", {name}")
 
 
@@ -249,7 +249,7 @@ class OtherDataStage:
         for number, name in enumerate(self.state.request.ood):
             other = other_of(self.state, name)
             count = min(self.state.opened.items, len(other.split(split)))
-            settings = {"name": name, "items": self.state.hash_of(split, count, other), **line.options}
+            settings = {"name": name, "items": self.state.hash_of(split, count, other), **line.settings}
             join = partial(in_one, count)
             found = unpacked(self.state.once_by_all("ood", settings, join, other_parts, line, name, count))
             self.state.report.ood.append(self._entry(name, number, found, other))
@@ -306,9 +306,9 @@ def audit(state: EvaluationState, likelihood: Likelihood) -> list[Utterance]:
     heard = None if opened.model.generates else transcription_of(state).heard
     frames = likelihood.dims.double() / (opened.spec.event_shape[0] if heard is None else 1)
     scores = against_length(nll, frames)
-    durations = None
+    aligned = None
     if heard is None:
-        durations = state.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
+        aligned = state.once("audit", {"against": _AGAINST}, lambda: {"found": _aligned(opened)})["found"]
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
     rows = []
     for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
@@ -317,7 +317,7 @@ def audit(state: EvaluationState, likelihood: Likelihood) -> list[Utterance]:
             z=None if scores is None else float(scores[k]),
             **({} if items is None else {"name": items[k].name, "text": items[k].text}),
             **({} if heard is None else {"heard": heard[k]}),
-            **({} if durations is None else durations[k] | {"longest": Token(**durations[k]["longest"])}),
+            **({} if aligned is None else aligned[k] | {"longest": Token(**aligned[k]["longest"])}),
         ))
     if any(row.evidence is not None for row in rows):
         for rank, row in enumerate(suspects(rows), 1):
@@ -358,8 +358,8 @@ def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
     return rest / std if float(std) > 1e-12 else None
 
 
-def _durations(opened: Opened) -> list[dict] | None:
-    """The durations of each utterance's tokens and the evidence for its text; None for a model without alignments."""
+def _aligned(opened: Opened) -> list[dict] | None:
+    """The tokens of each utterance, their durations, and the evidence for its text; None without alignments."""
     if not hasattr(opened.model, "aligned"):
         return None
     model, request, found, texts = opened.model, opened.request, {}, {}
@@ -380,10 +380,10 @@ def _durations(opened: Opened) -> list[dict] | None:
                 "token": symbols[longest], "position": longest, "frames": durations[longest]}}
     for batch in batches("tries other texts"):
         others = [neighbours(texts, index) for index in batch.index.tolist()]
-        known = [k for k, other in enumerate(others) if other]
-        if known:
-            part = batch.rows(torch.tensor(known)).to(model.device)
-            values = model.evidence(part, [others[k] for k in known], weights_of(request.ema), request.seed)
+        rows = [k for k, other in enumerate(others) if other]
+        if rows:
+            part = batch.rows(torch.tensor(rows)).to(model.device)
+            values = model.evidence(part, [others[k] for k in rows], weights_of(request.ema), request.seed)
             for index, value in zip(part.index.tolist(), values.tolist(), strict=True):
                 found[index]["evidence"] = value
     return [found[index] for index in sorted(found)]

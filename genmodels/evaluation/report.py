@@ -245,8 +245,8 @@ class OtherData:
 class SpeechFigures:
     """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound.
 
-    `first_audio` are the median seconds from a text to its first sound, in chunks if `streamed`. `played` are the first
-    texts, whose synthesis k is the array `sound_k`, and whose vocoded recording `vocoded_k`.
+    `first_audio` is the median time in seconds from a text to its first sound, in chunks if `streamed`. `played` are
+    the first texts: the synthesis of text k is the array `sound_k`, its vocoded recording `vocoded_k`.
     """
 
     utterances: int

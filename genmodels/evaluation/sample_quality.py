@@ -114,10 +114,10 @@ def count_for(
 
 
 def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
-    """`Measures` by name of n items that are not samples, as a scale for those of models.
+    """The `Measures` of n items that are not samples, by name, as a scale for the samples of models.
 
-    Compared with the same n held-out items as the samples: n `other held-out items`, n `training items`, and `noise`;
-    a set of fewer than n items is left out, because distances depend on n.
+    `other held-out items`, `training items` and `noise` are compared with the same n held-out items as the samples. A
+    set of fewer than n items is left out, because distances depend on n.
     """
     n, features = len(real), network(real)
     compared = {"other held-out items": other, "training items": items.train, "noise": noise_like(real, items.spec)}
@@ -265,7 +265,7 @@ def feature_network(state: EvaluationState) -> tuple[FeatureNetwork, Items]:
     opened, shared = state.opened, state.shared
     key = ("network", id(opened.datamodule))
     if key not in shared:
-        train, test = opened.whole("train"), opened.whole("test")
+        train, test = opened.datamodule.items("train"), opened.datamodule.items("test")
         items = Items(
             opened.datamodule.spec, train.x, test.x, train.cond, test.cond, state.hash_of("train"), state.cache)
         shared[key] = network_for(items, state.request.features), items
@@ -296,13 +296,17 @@ class FidelityStage:
         return count_for(request.samples, items, fewest, request.force, request.features != "auto")
 
     def _matched(self, items: int, fewest: int) -> int:
-        """Half of the held-out items, so that the scale compares equally many, unless too few, or below 2/3."""
+        """The default number of samples: half of the held-out items, or `items` if these are fewer or it is too small.
+
+        With half of them, as many others are left to compare on the scale. Too small is below `fewest`, or below 2/3
+        of the evaluated items.
+        """
         names = {"val", "test", self.state.request.split}
         half = sum(len(self.state.opened.datamodule.split(name)) for name in names) // 2
         return half if half >= fewest and 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
-        """Samples compared with held-out items in the features of one network; copies of training items; classes.
+        """Compare samples with held-out items in the features of one network; find copies of training items.
 
         For speech the synthesis of texts instead, and for a recogniser its transcripts.
         """
@@ -361,14 +365,14 @@ class FidelityStage:
 
     def _real(self, n: int) -> tuple[Tensor, Tensor]:
         """The n held-out items that everything is compared with, and others, from the same split first."""
-        opened, split = self.state.opened, self.state.request.split
-        whole = opened.whole(split).x
-        rows = chosen(opened.items, n, "real")
+        items, split = self.state.opened.datamodule.items, self.state.request.split
+        whole = items(split).x
+        rows = chosen(self.state.opened.items, n, "real")
         left = torch.ones(len(whole), dtype=torch.bool)
         left[rows] = False
         other = whole[left]
         if len(other) < n:
-            other = torch.cat([other, *(opened.whole(name).x for name in ("val", "test") if name != split)])
+            other = torch.cat([other, *(items(name).x for name in ("val", "test") if name != split)])
         return whole[rows], other
 
     def _drawn(self, n: int, measured: str = "", **options) -> dict:

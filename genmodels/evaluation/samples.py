@@ -408,25 +408,25 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     steps = samples.made.get("steps", len(samples.path))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
     chosen = evenly_changing(samples.path, frames)
-    frames = samples.path[chosen]
+    shown = samples.path[chosen]
     if target.suffix.lower() == ".gif":
-        pictures = [picture_of(frame, spec, samples.cond, samples.index) for frame in frames]
+        pictures = [picture_of(frame, spec, samples.cond, samples.index) for frame in shown]
         size = (max(p.width for p in pictures), max(p.height for p in pictures))
         first, *rest = (p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures)
         milliseconds = [120] * len(rest) + [1500]
         made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
         write_whole(target, lambda file: first.save(file, format="GIF", save_all=True, append_images=rest,
                                                     duration=milliseconds, loop=0, comment=made.encode()))
-        return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
-    rows = min(8, frames.shape[1])
-    tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=LEGIBLE)]
+        return f"path of {counted(shown.shape[1], 'sample')} in {len(shown)} frames: {target}"
+    rows = min(8, shown.shape[1])
+    tiles = [image for k in range(rows) for image in images_of(shown[:, k], spec, smallest=LEGIBLE)]
     names = [f"step {int(of_steps[k])}" for k in chosen] * rows
     labels = [] if samples.cond is None else spec.as_given(samples.cond.tolist())
     classes = [f" ({label})" for label in labels] or [""] * rows
     numbers = [f"{i}{classes[k]}" for k, i in enumerate(samples.index[:rows].tolist()) for _ in chosen]
-    sheet = grid(tiles, columns=len(frames), names=names, numbers=numbers)
+    sheet = grid(tiles, columns=len(shown), names=names, numbers=numbers)
     save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples, spec))
-    return f"path of {counted(rows, 'sample')} in {len(frames)} frames: {target}"
+    return f"path of {counted(rows, 'sample')} in {len(shown)} frames: {target}"
 
 
 def _classes(samples, spec: DataSpec) -> dict:

@@ -59,6 +59,8 @@ _VOCODED = "recordings' mels vocoded"
 _NO_PITCH = "it needs librosa: pip install 'genmodels[speech]'"
 _TEMPERATURES, _STEPS = (0.0, 0.333, 0.667, 1.0), (2, 4, 10, 20)  # of sweeps
 _PLAYED, _WORST = 3, 5  # texts whose sound is in the page: the first, and of a recogniser those with the most errors
+_TOGETHER = 8  # utterances in a batch
+_LISTED = 10  # utterances in the notes below a table
 
 
 def speech_of(state: EvaluationState) -> SpeechFigures:
@@ -84,8 +86,9 @@ def speech_of(state: EvaluationState) -> SpeechFigures:
             waves = {name: some[:heard] for name, some in sounds.items()}
             found.recognition = _recognised(opened, texts[:heard], waves, recogniser)
         found.played, rate = texts[:_PLAYED], opened.spec.mel["sample_rate"]
-        arrays = {f"{kind}_{k}": playable(wave, rate) for kind, some in zip(("sound", "vocoded"), sounds.values(),
-                  strict=True) for k, wave in enumerate(some[:_PLAYED])}
+        arrays = {f"{kind}_{k}": playable(wave, rate)
+                  for kind, waves in (("sound", sounds["model"]), ("vocoded", sounds[_VOCODED]))
+                  for k, wave in enumerate(waves[:_PLAYED])}
         return {"figures": asdict(found), "arrays": arrays}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None,
@@ -184,7 +187,7 @@ def _options(opened: Opened) -> dict:
     return {"seed": request.seed, "weights": weights_of(request.ema), **warm, **opened.sampler_options()}
 
 
-def _asked(opened: Opened, batch: Batch, texts: Sequence[str]) -> list[tuple[str, str | None]]:
+def _with_speakers(opened: Opened, batch: Batch, texts: Sequence[str]) -> list[tuple[str, str | None]]:
     """Each text with its speaker, by name."""
     numbers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
     return [(text, None if k is None else opened.spec.speakers[k]) for text, k in zip(texts, numbers, strict=True)]
@@ -194,11 +197,11 @@ def _synthesised(
     opened: Opened, batch: Batch, texts: Sequence[str], **given
 ) -> tuple[list[dict], list[float], list[Outcome]]:
     """The mel of each text, synthesised alone, with its seconds and its outcome; `given` are further options."""
-    model, options, asked = opened.model, _options(opened) | given, _asked(opened, batch, texts)
+    model, options, spoken = opened.model, _options(opened) | given, _with_speakers(opened, batch, texts)
     with as_input_errors():
-        model.sample(1, asked[0][1], text=texts[0], **options)  # a warm-up, which is not timed
+        model.sample(1, spoken[0][1], text=texts[0], **options)  # a warm-up, which is not timed
     synthesised, seconds, outcomes = [], [], []
-    for k, (text, speaker) in enumerate(progress_bar(asked, desc=f"{model.family} synthesis", unit="text")):
+    for k, (text, speaker) in enumerate(progress_bar(spoken, desc=f"{model.family} synthesis", unit="text")):
         began = time.monotonic()
         drawn = model.sample(1, speaker, text=text, **options)
         seconds.append(time.monotonic() - began)
@@ -215,7 +218,7 @@ def _against_recordings(
 ) -> SpeechFigures:
     """Metrics that need no recogniser."""
     model = opened.model
-    distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
+    distortion = [mcd_mel13(one["mel"], _recorded(batch, k)) for k, one in enumerate(synthesised)]
     sound = [_seconds(one["mel"].shape[1], opened.spec) for one in synthesised]
     found = SpeechFigures(
         utterances=len(synthesised), mcd_mel13=sum(distortion) / len(distortion), mcd_each=distortion,
@@ -237,7 +240,8 @@ def _against_recordings(
     return found
 
 
-def _own(batch: Batch, k: int) -> Tensor:
+def _recorded(batch: Batch, k: int) -> Tensor:
+    """The valid frames of a recording's mel, (n_mels, T)."""
     return batch.x[k, :, : int(batch.mask[k].sum())]
 
 
@@ -245,28 +249,28 @@ def _vocoded(opened: Opened, batch: Batch, synthesised: Sequence[dict], count: i
     """The sound of the first synthesised mels, and of the recordings' mels, by the same vocoder."""
     vocoder = GriffinLim(MelConfig(**opened.spec.mel))
     return {"model": [vocoder(one["mel"]) for one in synthesised[:count]],
-            _VOCODED: [vocoder(_own(batch, k)) for k in range(min(count, len(batch)))]}
+            _VOCODED: [vocoder(_recorded(batch, k)) for k in range(min(count, len(batch)))]}
 
 
 def _tracks(opened: Opened, waves: Sequence[Tensor]) -> list[np.ndarray]:
-    """The pitch of every frame of sounds by `_vocoded`; of sound that is not finite none."""
+    """The pitch of every frame of sounds by `_vocoded`; a sound that is not finite has none."""
     config = MelConfig(**opened.spec.mel)
-    silent = [torch.where(wave.isfinite().all(), wave, 0) for wave in progress_bar(waves, desc="pitch")]
-    return [log_pitch(wave, config, config.frames(len(wave))) for wave in silent]
+    finite = [torch.where(wave.isfinite().all(), wave, 0) for wave in progress_bar(waves, desc="pitch")]
+    return [log_pitch(wave, config, config.frames(len(wave))) for wave in finite]
 
 
 def _pitch(
     opened: Opened, batch: Batch, synthesised: Sequence[dict], waves: Sequence[Tensor], true: Sequence[np.ndarray]
 ) -> Pitch:
     """The pitch of synthesised texts against that of their vocoded recordings."""
-    mels, recorded = [one["mel"] for one in synthesised], [_own(batch, k) for k in range(len(synthesised))]
+    mels, recorded = [one["mel"] for one in synthesised], [_recorded(batch, k) for k in range(len(synthesised))]
     return compared_pitch(mels, recorded, _tracks(opened, waves), true)
 
 
 def _first_audio(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[float, bool]:
-    """The median seconds from a text to the first of its sound by Griffin-Lim, and whether it came in chunks."""
-    vocoder, options, waited = GriffinLim(MelConfig(**opened.spec.mel)), _options(opened), []
-    for text, speaker in _asked(opened, batch, texts):
+    """The median time in seconds from a text to its first sound by Griffin-Lim, and whether that came in chunks."""
+    vocoder, options, latencies = GriffinLim(MelConfig(**opened.spec.mel)), _options(opened), []
+    for text, speaker in _with_speakers(opened, batch, texts):
         began, pieces = time.monotonic(), None
         if vocoder.config.padding == "hifigan":
             with suppress(InputError):  # of models that make their mels whole
@@ -275,8 +279,8 @@ def _first_audio(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[fl
             vocoder(opened.model.sample(1, speaker, text=text, **options).x[0].cpu())
         else:
             next(stream_sound(vocoder, pieces, phases(opened.request.seed)))
-        waited.append(time.monotonic() - began)
-    return median(waited), pieces is not None
+        latencies.append(time.monotonic() - began)
+    return median(latencies), pieces is not None
 
 
 def spoken_at(state: EvaluationState, key: str) -> list[SpokenAt] | None:
@@ -297,7 +301,7 @@ def spoken_at(state: EvaluationState, key: str) -> list[SpokenAt] | None:
                 sounds = _vocoded(opened, batch, synthesised, len(batch))
                 recorded = _tracks(opened, sounds[_VOCODED]) if recorded is None else recorded
                 pitch = _pitch(opened, batch, synthesised, sounds["model"], recorded)
-            distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
+            distortion = [mcd_mel13(one["mel"], _recorded(batch, k)) for k, one in enumerate(synthesised)]
             found.append(asdict(SpokenAt(
                 key, value, len(batch), sum(distortion) / len(batch),
                 sum(o.length_ratio for o in outcomes) / len(outcomes), pitch)))
@@ -407,10 +411,6 @@ def transcription_note(found: Transcription) -> str:
             f"{100 * found.wer:.1f} %{best}; real-time factor {found.real_time_factor:.3f}")
 
 
-_SHOWN = 10  # utterances in the notes below a table
-_TOGETHER = 8  # utterances in a batch
-
-
 def suspects(rows: list[Utterance]) -> list[Utterance]:
     """The utterances by the evidence for their texts, the least first; those without evidence last, in order."""
     return sorted(rows, key=lambda row: torch.inf if row.evidence is None else row.evidence)
@@ -428,11 +428,11 @@ def audit_notes(rows: list[Utterance]) -> list[str]:
     scored = any(row.z is not None for row in rows)
     lines = [f"audit of {counted(len(rows), 'utterance')}, the least likely first"
              + (" (z: standard deviations above utterances of that length)" if scored else ""),
-             *(_line(row.rank, row) for row in rows[:_SHOWN])]
+             *(_line(row.rank, row) for row in rows[:_LISTED])]
     if any(row.evidence is not None for row in rows):
         lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
                      "near 0 or below it the text may be another's")
-        lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_SHOWN], 1)]
+        lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_LISTED], 1)]
     elif all(row.durations is None and row.heard is None for row in rows):
         lines.append("no evidence for single texts: this model has no monotonic alignments to sum over")
     return lines

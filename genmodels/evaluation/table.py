@@ -240,7 +240,7 @@ def _scale(line: LikelihoodLine) -> float:
 def paired(first: Tensor, second: Tensor, dims: Tensor | None = None) -> tuple[float, float]:
     """The mean difference of two models on the same items and its standard error, std(d) / sqrt(N).
 
-    For items of unlike `dims`, valued by sum(nats) / sum(dims), it is the error of that ratio times the mean of dims.
+    With `dims`, for items of different sizes, it is the error of sum(nats) / sum(dims) times the mean of dims.
 
     Example:
         >>> a, b = torch.tensor([3.1, 3.3, 3.6]).double(), torch.tensor([3.0, 3.25, 3.4]).double()
@@ -253,9 +253,9 @@ def paired(first: Tensor, second: Tensor, dims: Tensor | None = None) -> tuple[f
 
 
 def conclusions(lines: list, reports: list[Report]) -> list[str]:
-    """`a is better than b` for all pairs of which the bounds imply it, with two standard errors on each side.
+    """`a is better than b` for all pairs of models for which bounds imply it, with two standard errors on each side.
 
-    Of several lines of a pair those with the largest difference are named.
+    If several lines of a pair imply it, the two with the largest difference are named.
     """
     found: dict[tuple[int, int], tuple[float, str]] = {}
     for m, _, a in lines:

@@ -25,8 +25,7 @@ def to_uint8(x: Tensor, levels: int) -> Tensor:
 
 def images_of(x: Tensor, spec: DataSpec, smallest: int = 0) -> list[Image.Image]:
     """One PIL image per example (N, C, H, W), enlarged by a whole factor to a height of at least `smallest`."""
-    levels = spec.levels or 256
-    pixels = to_uint8(x, levels) if spec.levels else (x.clamp(0, 1) * 255).to(torch.uint8)
+    pixels = to_uint8(x, spec.levels or 2)  # continuous values have the range 0 to 1 of two levels
     if pixels.shape[1] not in (1, 3):
         pixels = pixels[:, :1]
     zoom = max(1, math.ceil(smallest / pixels.shape[2])) if smallest else 1
@@ -130,11 +129,16 @@ def in_turn(cond: Sequence[int], index: Sequence[int]) -> list[int]:
         >>> in_turn([3, 5, 3, 5, 3], index=[0, 1, 2, 3, 4]), in_turn([5, 3], index=[7, 8])
         ([3, 5], [3, 5])
     """
-    for period in range(1, len(cond) + 1):
-        found = dict(zip((i % period for i in index), cond, strict=True))
-        if len(found) == period and all(found[i % period] == label for i, label in zip(index, cond, strict=True)):
-            return [found[k] for k in range(period)]
-    raise ValueError("the indices of samples must be consecutive")
+    if list(index) != list(range(index[0], index[0] + len(cond))):
+        raise ValueError("the indices of samples must be consecutive")
+    overlaps = [0]  # length of the longest prefix that ends at each label too (Knuth, Morris and Pratt 1977)
+    for label in cond[1:]:
+        length = overlaps[-1]
+        while length and cond[length] != label:
+            length = overlaps[length - 1]
+        overlaps.append(length + (cond[length] == label))
+    period = len(cond) - overlaps[-1]
+    return [cond[(k - index[0]) % period] for k in range(period)]
 
 
 def columns_for(cond: Sequence[int] | None, n: int) -> int | None:
@@ -323,7 +327,7 @@ def _arrows(axes, box, field: Function, shown: Function | None, longest: float |
     lengths = vectors.norm(dim=1, keepdim=True)
     if longest is None:
         longest = float(lengths[lengths.isfinite()].quantile(0.9)) or 1.0
-    vectors = (vectors * (longest / lengths).clamp(max=1)).numpy()  # the longest would hide all others
+    vectors = (vectors * (longest / lengths).clamp(max=1)).numpy()  # longer ones would hide all others
     size = (box[0][1] - box[0][0]) / _ARROWS
     x = points.cpu().numpy()
     axes.quiver(x[:, 0], x[:, 1], vectors[:, 0], vectors[:, 1], angles="xy", scale_units="xy", scale=longest / size,

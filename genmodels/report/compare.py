@@ -30,17 +30,7 @@ from genmodels.evaluation.table import MEASURES, UNITS, Table, condition_of, lab
 from genmodels.models.build import construct
 from genmodels.report import likelihoods, quality
 from genmodels.report.figures import DARK, LIGHT
-from genmodels.report.parts import (
-    Gallery,
-    Listing,
-    Model,
-    Styled,
-    facts,
-    legal,
-    number,
-    typeset,
-    with_error,
-)
+from genmodels.report.parts import Gallery, Model, facts, legal, number, typeset, with_error
 from genmodels.training.loggers import LoggerOptions, log_evaluation
 from genmodels.verification.check import table as aligned
 
@@ -73,15 +63,13 @@ def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
     warnings = [f"{model.name}: the evaluation was interrupted, later stages are missing" for model in models
                 if model.report.partial]
     warnings += table.warnings
-    warnings += [f"{model.name}: {words}" for model in models for words in model.report.warnings]
     content = {name: make(table, models) for name, _, make in SECTIONS}
     shown = [(name, heading) for name, heading, _ in SECTIONS if content[name] or name in ("summary", "making")]
     return TEMPLATES.get_template("page.html").render(
         title=_title(table, models), introduction=_introduction(table), content=content, models=models,
         sections=shown, headline=likelihoods.headline(models), failures=failures,
         warnings=list(dict.fromkeys(warnings)), conclusions=table.conclusions, notes=_notes(table),
-        command=table.command, version=table.genmodels["version"],
-        light=LIGHT, dark=DARK,
+        command=table.command, version=table.genmodels["version"], light=LIGHT, dark=DARK,
     )
 
 
@@ -107,23 +95,6 @@ def _notes(table: Table) -> list[str]:
     return notes
 
 
-def _likelihoods(table: Table, models: list[Model]) -> list:
-    return [*_gallery(likelihoods.histograms(models, table.references)), *likelihoods.extremes(models)]
-
-
-def _checks(table: Table, models: list[Model]) -> list[Listing]:
-    words = {"passed": Styled("\u2713 passed", "good"), "failed": Styled("\u2717 failed", "bad"),
-             "not verified": Styled("\u2013 not verified", "odd")}
-    groups = []
-    for model in models:
-        rows = [[one.name, words[one.status], number(one.error), number(one.tolerance), one.note]
-                for one in model.report.checks]
-        if rows:
-            groups.append((model.name, rows))
-    columns = ["check", "result", "error", "tolerance", "note"]
-    return [Listing(columns, groups, "What was checked on the models")] if groups else []
-
-
 def _gallery(figures: list) -> list[Gallery]:
     return [Gallery(figures)] if figures else []
 
@@ -136,7 +107,8 @@ SECTIONS: list[tuple[str, str, Callable]] = [
     ("samples", "Samples from the same seed", lambda table, models: _gallery(quality.samples(models))),
     ("sound", "Sound", lambda table, models: quality.sound(models)),
     ("transcripts", "Transcripts", lambda table, models: quality.transcripts(models)),
-    ("likelihood", "Likelihood of single items", _likelihoods),
+    ("likelihood", "Likelihood of single items", lambda table, models: [
+        *_gallery(likelihoods.histograms(models, table.references)), *likelihoods.extremes(models)]),
     ("noise", "Bits by noise level", lambda table, models: _gallery(quality.by_noise_level(models))),
     ("layers", "Flows layer by layer", lambda table, models: quality.by_layer(models)),
     ("density", "Densities", lambda table, models: _gallery(likelihoods.densities(models))),
@@ -145,7 +117,7 @@ SECTIONS: list[tuple[str, str, Callable]] = [
     ("neighbours", "Nearest training items", lambda table, models: quality.neighbours(models)),
     ("sweeps", "Steps and temperatures", lambda table, models: _gallery(quality.sweeps(models))),
     ("cost", "Cost", lambda table, models: quality.cost(models)),
-    ("checks", "Checks", _checks),
+    ("checks", "Checks", lambda table, models: quality.checks(models)),
     ("making", "How every number was made", lambda table, models: likelihoods.recipes(models)),
 ]
 
@@ -186,63 +158,25 @@ def compare(
     """Evaluate checkpoints and write their table; None in other processes than the first.
 
     Arguments:
-        paths: whole checkpoints.
+        paths: the checkpoints whose files are intact.
         request: the options of the evaluation.
         ranks: the processes of this command, of which the first writes.
         several: whether more than one checkpoint was named.
-        failures: path and message of those that are broken.
-        command: that repeats it.
+        failures: path and message of those that are not; those whose evaluation fails are added.
+        command: the command line that repeats the evaluation, for the reports.
 
     Raises:
         InputError, RunError: when nothing can be evaluated.
     """
-    cache = Cache(cache_folder() / "evaluations" if request.cache else None)
-    held: dict = {}
-    shared: dict = {}
-    evaluations, first = [], None
-    for path in dict.fromkeys(paths):
-        try:
-            evaluations.append(Evaluation(Opened.open(path, request, held), cache, shared, ranks))
-        except (RunError, InputError) as error:
-            first = first or error
-            failures[str(path)] = str(error)
-    if not evaluations:
-        raise first
-    try:
-        check_options([evaluation.opened for evaluation in evaluations])
-    except InputError as error:
-        raise first or error from None  # of a model that has the option, and refuses its value
-    same_items([evaluation.report for evaluation in evaluations])
-    labelled([evaluation.report for evaluation in evaluations])
+    evaluations, first = _opened(paths, request, ranks, failures)
     if ranks.rank:
         ranks.serve()
         return None
-    done, lines, written = [], [], _targets([e.opened for e in evaluations], request.out, several)
+    targets = _targets([evaluation.opened for evaluation in evaluations], request.out, several)
     folders = [evaluation.opened.path.resolve().parent for evaluation in evaluations]
     folder = Path(request.out or os.path.commonpath(folders)) if several else None
-    _check_unnamed(written if request.out is not None else [], folder)
-    for evaluation, target in zip(evaluations, written, strict=True):
-        path = str(evaluation.opened.path)
-        if len(evaluations) > 1:
-            print(f"{evaluation.report.name}: {path}", file=sys.stderr)
-        try:
-            evaluation.run()
-        except Interrupted:
-            if evaluation.report.seconds:
-                sys.stderr.writelines(f"{line}\n" for line in _write(evaluation, target))
-            raise
-        except (RunError, InputError) as error:
-            failures[path] = str(error)
-            if evaluation.report.seconds:
-                _write(evaluation, target)
-                failures[path] += f" (what was done before is in {target})"
-            first = first or (InputError if isinstance(error, InputError) else RunError)(failures[path])
-            continue
-        lines += _write(evaluation, target)
-        done.append((evaluation, target))
-    if not done:
-        messages = dict.fromkeys(failures.values())
-        raise first if len(messages) == 1 else RunError("; ".join(messages))
+    _check_unnamed(targets if request.out is not None else [], folder)
+    done, lines = _run(evaluations, targets, first, failures)
     table = make_table(
         in_one_network([evaluation.report for evaluation, _ in done]), [evaluation.arrays for evaluation, _ in done],
         rank=request.rank, command=command, failures=list(failures.items()),
@@ -259,12 +193,79 @@ def compare(
     for evaluation, _ in done:
         options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
         log_evaluation(evaluation.opened.path, options, plain(evaluation.report), evaluation.opened.model.spec.name)
-    notes = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
-    return Comparison(table, page, [*lines, f"page: {page}"], [*failures.values(), *notes])
+    faults = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
+    return Comparison(table, page, [*lines, f"page: {page}"], [*failures.values(), *faults])
 
 
-def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
-    """The file of a report: `out`, or report.json in the checkpoint's folder, its name with all but the defaults."""
+def _opened(
+    paths: list[Path], request: Request, ranks: Ranks, failures: dict[str, str]
+) -> tuple[list[Evaluation], Exception | None]:
+    """The evaluations of one table before their stages, and the first error; all messages are added to `failures`."""
+    cache = Cache(cache_folder() / "evaluations" if request.cache else None)
+    prepared: dict = {}  # data sets
+    shared: dict = {}
+    evaluations, first = [], None
+    for path in dict.fromkeys(paths):
+        try:
+            evaluations.append(Evaluation(Opened.open(path, request, prepared), cache, shared, ranks))
+        except (RunError, InputError) as error:
+            first = first or error
+            failures[str(path)] = str(error)
+    if not evaluations:
+        raise first
+    try:
+        check_options([evaluation.opened for evaluation in evaluations])
+    except InputError as error:
+        raise first or error from None  # of a model that has the option, and refuses its value
+    same_items([evaluation.report for evaluation in evaluations])
+    labelled([evaluation.report for evaluation in evaluations])
+    return evaluations, first
+
+
+def _run(
+    evaluations: list[Evaluation], targets: list[Path], first: Exception | None, failures: dict[str, str]
+) -> tuple[list[tuple[Evaluation, Path]], list[str]]:
+    """The evaluations that succeed, with the files of their reports, which are written; and lines for the user."""
+    done, lines = [], []
+    for evaluation, target in zip(evaluations, targets, strict=True):
+        path = str(evaluation.opened.path)
+        if len(evaluations) > 1:
+            print(f"{evaluation.report.name}: {path}", file=sys.stderr)
+        try:
+            evaluation.run()
+        except Interrupted:
+            _write_unfinished(evaluation, target)
+            raise
+        except (RunError, InputError) as error:
+            failures[path] = str(error)
+            if _write_unfinished(evaluation, target):
+                failures[path] += f" (what was done before is in {target})"
+            first = first or (InputError if isinstance(error, InputError) else RunError)(failures[path])
+            continue
+        lines += _write(evaluation, target)
+        done.append((evaluation, target))
+    if not done:
+        messages = dict.fromkeys(failures.values())
+        raise first if len(messages) == 1 else RunError("; ".join(messages))
+    return done, lines
+
+
+def _write_unfinished(evaluation: Evaluation, target: Path) -> bool:
+    """Write the stages that were finished before an evaluation failed or was interrupted; whether there are any."""
+    if evaluation.report.seconds:
+        sys.stderr.writelines(f"{line}\n" for line in _write(evaluation, target))
+    return bool(evaluation.report.seconds)
+
+
+def report_target(
+    checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None
+) -> Path:
+    """The file of a report: `out`, or one next to the checkpoint, whose name says in what it differs from report.json.
+
+    Example:
+        >>> str(report_target(Path("runs/a/last.ckpt"), None, False, limit=100))
+        'runs/a/report_last_first100.json'
+    """
     if out is not None and not several:
         return Path(out)
     words = [w for w, usual in ((checkpoint.stem, "best"), (split, "test")) if w != usual]
@@ -320,7 +321,7 @@ def _write(evaluation: Evaluation, target: Path) -> list[str]:
 def _keep_fuller(target: Path, stages: set[str], items: str) -> list[str]:
     """Rename an earlier report, with its arrays and page, if it has other items, or stages that the new one lacks.
 
-    It takes the place of a report kept before only if that is of the same items and has no further stages.
+    A report that was renamed earlier is replaced only if it has the same items and no further stages.
     """
     held = _held(target)
     if held is None or not (further := _lacking(held, stages, items)):
@@ -353,7 +354,7 @@ def _read(file: Path) -> Any:
 
 
 def _lacking(held: dict, stages: set[str], items: str) -> str:
-    """What a report holds and one of these stages and items does not, in words; empty for nothing."""
+    """What a report holds that one of these stages and items would lack, in words; empty for nothing."""
     further = sorted(set(held["seconds"]) - stages)
     return "results of other items" if held["data"]["item_hash"] != items else (
         f"{', '.join(further)} too" if further else "")
@@ -379,7 +380,7 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
 
 
 def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
-    """Refuse to replace files of the user, which are written next to these reports or, of several, into the folder."""
+    """Raise an InputError if files of these reports, or of the table in the folder, would replace the user's own."""
     taken = [place for target in reports if _held(target) is None
              for place in (arrays_target(target), target.with_suffix(".html")) if place.exists()]
     if taken:

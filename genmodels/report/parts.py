@@ -15,6 +15,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from genmodels.core.data import DataSpec
+from genmodels.core.likelihood import MARKS
 from genmodels.evaluation.report import DataFacts, LikelihoodLine, Report
 from genmodels.evaluation.table import UNITS
 from genmodels.plots.images import images_of
@@ -113,7 +114,7 @@ class Gallery:
     kind = "gallery"
 
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 #: For each kind of likelihood a title, its relation to the true value, and the mark before it.
 KINDS = {
@@ -160,14 +161,14 @@ class Model:
         return -np.asarray(nats, dtype=np.float64), "nats"
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
     """Items by key, keys in the order of their first item.
 
     Example:
         >>> grouped([1, 2, 3, 4], lambda n: n % 2)
         {1: [1, 3], 0: [2, 4]}
     """
-    found: dict[Hashable, list[Item]] = {}
+    found: dict[Hashable, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
@@ -240,16 +241,15 @@ def with_mark(line: LikelihoodLine) -> str:
 
 
 def typeset(words: str) -> str:
-    """A text of the terminal with the mark of the page and a no-break space after it.
+    """A text of the terminal whose mark, if it begins with one, is that of the page, with a no-break space after it.
 
     Example:
-        >>> typeset("<= 2.1") == "\u2264\u00a02.1", typeset("~? 2.1") == "\u2248?\u00a02.1", typeset("a = b")
+        >>> typeset(">= 2.1") == "\u2265\u00a02.1", typeset("~? 2.1") == "\u2248?\u00a02.1", typeset("a = b")
         (True, True, 'a = b')
     """
-    for plain, mark in (("<= ", "\u2264\u00a0"), ("~? ", "\u2248?\u00a0"), ("~ ", "\u2248\u00a0"), ("= ", "=\u00a0")):
-        if words.startswith(plain):
-            return mark + words[len(plain):]
-    return words
+    mark, space, rest = words.partition(" ")
+    kind = next((kind for kind, plain in MARKS.items() if space and plain == mark), None)
+    return words if kind is None else f"{KINDS[kind][2]}\u00a0{rest}"
 
 
 def address(picture: Image.Image) -> str:

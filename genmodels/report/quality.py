@@ -282,8 +282,7 @@ def by_noise_level(models: list[Model]) -> list:
             continue
         edges = profile.log_snr_edges
         costs, unit = model.per_item(-np.array(profile.nats))
-        bins = [(a, b, cost / abs(b - a)) for a, b, cost in zip(edges, edges[1:], costs, strict=False)
-                if a != b and math.isfinite(b - a)]  # paths without signal at t = 1 end at minus infinity
+        bins = [(a, b, cost / abs(b - a)) for a, b, cost in zip(edges, edges[1:], costs, strict=False) if a != b]
         if bins[0][0] > bins[-1][1]:
             bins = [(b, a, height) for a, b, height in reversed(bins)]
         ends = [a for a, _, _ in bins] + [bins[-1][1]]
@@ -297,25 +296,24 @@ def by_noise_level(models: list[Model]) -> list:
 
 def by_layer(models: list[Model]) -> list:
     """Drift and log-determinant of the layers of flows, in order from data to latents."""
-    drift, volume, tables, over = [], [], [], []
-    for model in models:
-        layers = model.report.profile.flow
-        if not layers:
-            continue
-        limits = model.report.drift
-        places = list(range(1, len(layers) + 1))
-        drift.append(Series(model.name, places, [one.drift or None for one in layers], colour=model.number))
-        volume.append(Series(model.name, places, [one.log_det_per_dim for one in layers], colour=model.number))
-        tables.append(_layers(model, layers))
-        if limits.first_over:
-            over.append(f"{model.name}: first over the limit is {limits.first_over}.")
-    if not drift:
+    flows = [model for model in models if model.report.profile.flow]
+    if not flows:
         return []
+    drift, log_det, tables, over = [], [], [], []
+    for model in flows:
+        layers = model.report.profile.flow
+        numbers = list(range(1, len(layers) + 1))
+        drift.append(Series(model.name, numbers, [one.drift or None for one in layers], colour=model.number))
+        log_det.append(Series(model.name, numbers, [one.log_det_per_dim for one in layers], colour=model.number))
+        tables.append(_layers(model, layers))
+        if model.report.drift.first_over:
+            over.append(f"{model.name}: first over the limit is {model.report.drift.first_over}.")
+    limits = flows[0].report.drift  # the same for all
     rules = [Rule(f"warning above {limits.warn:g}", limits.warn), Rule(f"failure above {limits.fail:g}", limits.fail)]
     figures = [figure(drift, "Drift of each layer", "layer, from data to latents", "relative error", log_y=True,
                       rules=rules, note=" ".join([*over, "Layers that lose nothing are not drawn."]))]
     title = "Log-determinant of each layer"
-    figures.append(figure(volume, title, "layer, from data to latents", "nats per dimension"))
+    figures.append(figure(log_det, title, "layer, from data to latents", "nats per dimension"))
     return [Gallery(figures), *tables]
 
 
@@ -325,3 +323,13 @@ def _layers(model: Model, layers: list[Layer]) -> Listing:
     columns = ["layer", "kind", "log-det per dim", "drift", "largest log-scale", "condition number"]
     summary = f"the {len(layers)} layers of {model.name}"
     return Listing(columns, [(None, rows)], f"Layers of {model.name}", summary=summary)
+
+
+def checks(models: list[Model]) -> list[Listing]:
+    """The result of every check, with its error and tolerance, in one group for each model."""
+    results = {"passed": Styled("\u2713 passed", "good"), "failed": Styled("\u2717 failed", "bad"),
+               "not verified": Styled("\u2013 not verified", "odd")}
+    groups = [(model.name, [[one.name, results[one.status], number(one.error), number(one.tolerance), one.note]
+                            for one in model.report.checks]) for model in models if model.report.checks]
+    columns = ["check", "result", "error", "tolerance", "note"]
+    return [Listing(columns, groups, "What was checked on the models")] if groups else []
