@@ -123,10 +123,11 @@ def _take_part(rank: int, meet: str, out: str, names: list[str], width: torch.dt
     try:
         with joined(meet, rank):
             for name in names:
-                found[name] = gradients(name, rank, 2, width)
-                for value in found[name].values():
-                    torch.distributed.all_reduce(value)
-                    value /= 2
+                own = gradients(name, rank, 2, width)
+                mean = torch.cat([value.flatten() for value in own.values()]) / 2
+                torch.distributed.all_reduce(mean)
+                parts = mean.split([value.numel() for value in own.values()])
+                found[name] = {key: part.view(own[key].shape) for key, part in zip(own, parts, strict=True)}
             torch.save(found, out)
     except BaseException:
         traceback.print_exc()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -234,24 +235,31 @@ def reference_attention(
     if position.dims == 2 and space is None:
         space = position.space_of(Lq)
     outputs, weights = [], x.new_zeros(batch, H, Lq, Lk)
+    # Each is needed by every query, and computed at the first.
+    whole_key = cache(lambda b, j: attention.project_k(source[b, j]))
+    whole_value = cache(lambda b, j: attention.project_v(source[b, j]))
+
+    @cache
+    def key_of(b: int, h: int, j: int) -> Tensor:
+        k = whole_key(b, j)[h * d : (h + 1) * d]
+        return k if rule.turn is None else rule.turn(position, k, start + j, space)
+
     for b in range(batch):
         for i in range(Lq):
             if mask is not None and mask.dim() == 3 and not mask[b % len(mask), 0, i]:
                 outputs.append(torch.zeros_like(attention.project_q.weight[0]))
                 continue
-            heads = []
+            heads, query = [], attention.project_q(x[b, i])
             for h in range(H):
                 part = slice(h * d, (h + 1) * d)
-                q = attention.project_q(x[b, i])[part]
+                q = query[part]
                 q = q if rule.turn is None else rule.turn(position, q, offset + i, space)
                 u = 0 if rule.query is None else rule.query(position, h)
                 seen = []
                 for j in range(Lk):
                     if not may_attend(attention, offset + i, start + j) or not valid_key(key_mask, b, h, i, j):
                         continue
-                    k = attention.project_k(source[b, j])[part]
-                    k = k if rule.turn is None else rule.turn(position, k, start + j, space)
-                    s = (q + u) @ k / math.sqrt(d)
+                    s = (q + u) @ key_of(b, h, j) / math.sqrt(d)
                     if rule.score is not None:
                         s = s + rule.score(position, h, q, offset + i, start + j, space)
                     seen.append((j, s))
@@ -260,7 +268,7 @@ def reference_attention(
                 for j, s in seen:
                     a = (s - total).exp()
                     weights[b, h, i, j] = a.detach()
-                    v = attention.project_v(source[b, j])[part]
+                    v = whole_value(b, j)[part]
                     if rule.value is not None:
                         v = v + rule.value(position, h, offset + i, start + j, space)
                     head = head + a * v

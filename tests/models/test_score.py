@@ -160,7 +160,7 @@ def drawn(**options):
 
 BAD = [
     (lambda: ScoreModel(PLANE, smallest=-1.0), "smallest is a noise level above 0"),
-    (lambda: MODELS["digits"]().initialize(Batch(torch.ones(9, 1, 8, 8).byte())), "the largest distance between two items of digits"),
+    (lambda: MODELS["digits"]().initialize(Batch(torch.ones(9, 1, 8, 8).byte())), "not below the largest distance"),
     (lambda: ScoreModel(PLANE).initialize(Batch(torch.ones(9, 2))), "constant"),
     (lambda: drawn(inverse_temperature=-1.0), "must be a finite number"),
     (lambda: drawn(temperature=0.25), "temperature=0.25 is inverse_temperature=4"),
