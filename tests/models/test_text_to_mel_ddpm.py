@@ -55,13 +55,13 @@ def bound_error(found: MelDDPM, variance: float) -> float:
 def test_the_bound_is_the_density_of_a_gaussian_around_the_mean(monkeypatch):
     assert bound_error(known(0.7), 0.7) < 4
     # The mean counted twice is caught.
-    around = MelDDPM._around
+    around = MelDDPM._around_mean
 
     def twice(self, core, u, data):
         aligned, x0, context = around(self, core, u, data)
         return aligned, 2 * x0 - u * data.mask, context
 
-    monkeypatch.setattr(MelDDPM, "_around", twice)
+    monkeypatch.setattr(MelDDPM, "_around_mean", twice)
     assert bound_error(known(0.7), 0.7) > 10
 
 

@@ -78,8 +78,8 @@ def test_flex_is_never_chosen_and_only_for_cuda():
     (None, {"backend": "sdpa", "derivatives": 2}, "no second derivatives"),
     (Shaw, {"backend": "sdpa"}, "never forms the weights"),
     (None, {"backend": "flex", "dropout": 0.1}, "no dropout on weights"),
-    (TransformerXL, {"backend": "flex"}, "that of TransformerXL is not"),
-    (lambda D, H: Swin2d(D, H, size=(2, 2)), {"backend": "flex"}, "that of Swin2d is not"),
+    (TransformerXL, {"backend": "flex"}, "unlike TransformerXL"),
+    (lambda D, H: Swin2d(D, H, size=(2, 2)), {"backend": "flex"}, "unlike Swin2d"),
 ])  # fmt: skip
 def test_backends_that_cannot_serve(make, options, words):
     with pytest.raises(ValueError, match=words):
