@@ -14,6 +14,7 @@ from genmodels.core.random import (
     at_step,
     normal,
     philox,
+    reseed,
     seed_of,
     shared_uniform,
     uniform,
@@ -38,6 +39,14 @@ def test_philox_gives_the_published_words(counter, key, expected):
         assert " ".join(f"{int(w):08x}" for w in words) == expected
     fewer = philox(tuple(torch.tensor(c) for c in counter), key, rounds=9)
     assert " ".join(f"{int(w):08x}" for w in fewer) != expected
+
+
+def test_reseeding_is_that_of_torch_without_its_notes_of_the_caller(monkeypatch):
+    expected = torch.rand(3, generator=torch.manual_seed(2**63 - 1))
+    torch.manual_seed(0)
+    monkeypatch.setattr("traceback.format_stack", None)  # which takes most of a short step of training
+    reseed(2**63 - 1, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected)
 
 
 def rows_are_addressable(make) -> bool:
