@@ -78,8 +78,8 @@ def test_every_set_is_known():
 @pytest.mark.parametrize("name", KNOWN)
 def test_entropies(name):
     assert DENSITIES[name].entropy == pytest.approx(KNOWN[name][0], abs=6e-5)
-    # Spirals are sums over many nodes, jittered ones of products of normal distribution functions.
-    check_entropy(DENSITIES[name], {"spirals_jittered": 3_000, "spirals": 20_000}.get(name, 50_000))
+    # Jittered spirals take a product of normal distribution functions per node.
+    check_entropy(DENSITIES[name], 10_000 if name == "spirals_jittered" else 100_000)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name][1]])
