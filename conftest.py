@@ -90,6 +90,12 @@ def the_same_numbers_every_time():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+@pytest.fixture
+def short_pilot(monkeypatch):
+    """A fifth of the moves tunes the chains of annealed importance sampling; all of them would take most of a test."""
+    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))
+
+
 @pytest.fixture(scope="session")
 def refuses():
     """Check that a call raises an error of one line, in which `words` is found; gives the line."""

@@ -264,9 +264,8 @@ def test_every_block_has_a_language_that_says_how_it_is_tested():
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in every("python")} - set(RUN_ELSEWHERE)))
-def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, short_pilot):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))  # moves that tune the steps of chains
     scope = {"__name__": "__main__"}
     for where, block in every("python"):
         if where == page:

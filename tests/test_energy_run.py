@@ -34,10 +34,8 @@ def genmodels(*words: str) -> None:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty folder; a fifth of the usual moves, which would take most of the time, tunes the steps of chains."""
+def here(tmp_path, monkeypatch, short_pilot):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))
     return tmp_path
 
 

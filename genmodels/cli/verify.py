@@ -101,7 +101,7 @@ def run(
     start = time.monotonic()
     if self_test:
         detected = _self_test(progress)
-        _write({"planted": detected}, out, ckpt)
+        _write({"detected": detected}, out, ckpt)
         print(f"\nevery check detected its mutants: {sum(map(len, detected.values()))} checks in "
               f"{time.monotonic() - start:.0f} s")
         return

@@ -134,9 +134,10 @@ def open_lock(path: str | Path):
 def _sync_folder(folder: Path) -> None:
     with suppress(OSError):  # an unreadable folder, or some network file systems: the move itself has happened
         handle = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):
+        try:
             os.fsync(handle)
-        os.close(handle)
+        finally:
+            os.close(handle)
 
 
 def _explain(error: Exception, path: Path) -> Exception:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +20,6 @@ from genmodels.core.processes import rank_world
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-_HALF, _LOW = np.uint64(32), np.uint64(_WORD)
-_FEW = 2**14  # counters, beyond which the threads of torch are worth their start
 _SHARED = _WORD  # the index that belongs to no example: draws that a whole batch has in common
 
 
@@ -39,8 +36,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int],
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    if c0.device.type == "cpu" and c0.numel() <= _FEW and not torch.compiler.is_compiling():
-        return _philox_of_few(counter, key, rounds)
     for _ in range(rounds):
         # An int64 product of two 32-bit words wraps, but keeps every bit: shift and mask recover both halves.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -52,19 +47,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int],
         )
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
     return c0, c1, c2, c3
-
-
-def _philox_of_few(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int], rounds: int):
-    """The same words by NumPy, which takes a third of torch's time for an operation on a few numbers."""
-    c0, c1, c2, c3 = (c.numpy().view(np.uint64) for c in counter)
-    even, odd, one_each = np.stack((c0, c2)), np.stack((c1, c3)), (2, *[1] * c0.ndim)
-    factors, keys, weyl = (np.array(pair, np.uint64).reshape(one_each) for pair in (_MULTIPLIERS, key, _WEYL))
-    for _ in range(rounds):
-        product = even * factors
-        even, odd = (product >> _HALF)[::-1] ^ odd ^ keys, (product & _LOW)[::-1]
-        keys = (keys + weyl) & _LOW
-    even, odd = (torch.from_numpy(np.ascontiguousarray(words).view(np.int64)) for words in (even, odd))
-    return even[0], odd[0], even[1], odd[1]
 
 
 def seed_of(*parts) -> int:
@@ -81,7 +63,7 @@ def seed_of(*parts) -> int:
 def reseed(seed: int, device: torch.device) -> None:
     """Seed torch's generators of the CPU and of a device.
 
-    `torch.manual_seed` does too, but spends milliseconds on devices that are not there: it notes who has called it.
+    As `torch.manual_seed`, which takes milliseconds because it records the call stack for devices that are absent.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

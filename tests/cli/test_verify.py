@@ -538,9 +538,8 @@ def test_bad_input_is_one_line(capsys, words, said):
     (["model=energy", "data=toy", "model.net.hidden=[16,16]"], ["an energy: 7 passed", "density integrates to one"]),
     (["model=score", "data=toy", "model.net.hidden=16"], ["the whole model: 6 passed", "a denoiser: 10 passed"]),
 ])
-def test_models_that_are_no_flows(capsys, monkeypatch, words, said):
+def test_models_that_are_no_flows(capsys, monkeypatch, short_pilot, words, said):
     monkeypatch.setitem(STEPS, "annealed", 5)  # of samples of an energy
-    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))  # moves that tune their chains
     assert main(["verify", *words, "progress=false"]) == 0
     out = capsys.readouterr().out
     assert all(part in out for part in said)
@@ -564,8 +563,8 @@ def test_every_check_of_flows_notices_its_error(monkeypatch, tmp_path, capsys):
     assert main(["verify", "self_test=true", f"out={tmp_path}/v.json", "progress=false"]) == 0
     shown = capsys.readouterr().out
     assert "log-density     base alone" in shown and "every check detected its mutants: 19 checks" in shown
-    planted = json.loads((tmp_path / "v.json").read_text())["planted"]
-    assert planted["flows"]["latents"] == ["latents scaled"] and "score" in planted["energies"]
+    detected = json.loads((tmp_path / "v.json").read_text())["detected"]
+    assert detected["flows"]["latents"] == ["latents scaled"] and "score" in detected["energies"]
 
 
 def test_an_error_that_no_check_notices_is_exit_code_1(monkeypatch, capsys):

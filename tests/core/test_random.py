@@ -34,9 +34,8 @@ KNOWN = [
 
 @pytest.mark.parametrize("counter, key, expected", KNOWN)
 def test_philox_gives_the_published_words(counter, key, expected):
-    for count in (1, 2**14 + 1):  # those of NumPy, those of torch
-        words = [word.unique() for word in philox(tuple(torch.tensor(c).expand(count) for c in counter), key)]
-        assert " ".join(f"{int(w):08x}" for w in words) == expected
+    words = philox(tuple(torch.tensor(c) for c in counter), key)
+    assert " ".join(f"{int(w):08x}" for w in words) == expected
     fewer = philox(tuple(torch.tensor(c) for c in counter), key, rounds=9)
     assert " ".join(f"{int(w):08x}" for w in fewer) != expected
 

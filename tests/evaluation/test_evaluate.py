@@ -63,11 +63,7 @@ from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlo
 from tests.parameters import scattered
 from tests.two_processes import by_forks, fork
 
-
-@pytest.fixture(autouse=True)
-def a_short_pilot_run(monkeypatch):
-    """Step sizes are tuned by a fifth of the moves, which would take most of the time."""
-    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))
+pytestmark = pytest.mark.usefixtures("short_pilot")
 
 
 def test_the_histogram_counts():

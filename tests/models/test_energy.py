@@ -38,10 +38,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def a_short_pilot_run(monkeypatch):
-    """Step sizes are tuned by a fifth of the moves, which would take most of the time."""
-    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))
+pytestmark = pytest.mark.usefixtures("short_pilot")
 
 
 def batch_of(spec: DataSpec, n: int = 64) -> Batch:

@@ -18,8 +18,7 @@ from tests.parameters import scattered
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_exactly_the_right_checks_fail(name, monkeypatch):
-    monkeypatch.setattr("genmodels.energy.annealed_importance._PILOT", (10, 20))  # moves that tune the steps of chains
+def test_exactly_the_right_checks_fail(name, short_pilot):
     checks = MUTANTS[name].run()
     for status, expected in (("failed", MUTANTS[name].failing), ("not verified", MUTANTS[name].unverified)):
         assert {check.name for check in checks if check.status == status} == expected, checks
