@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -169,16 +170,14 @@ def new_folder(path: Path) -> Path:
     Raises:
         RunError: if it cannot be made.
     """
-    folder, count = path, 1
-    while True:
+    for count in itertools.count(1):
+        folder = path if count == 1 else path.with_name(f"{path.name}_{count}")
         try:
             folder.mkdir(parents=True)
             return folder
         except OSError as error:
             if not (isinstance(error, FileExistsError) and os.path.lexists(folder)):
                 raise RunError(f"cannot make the folder {folder}: {_reason(error, folder)}") from error
-        count += 1
-        folder = path.with_name(f"{path.name}_{count}")
 
 
 def cache_folder() -> Path:
