@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FAMILIES = {"flows": "C0", "diffusion and scores": "C1", "energies": "C2"}
 PLACES = {"masked_diffusion": (-30, 7), "score": (-4, 6), "ddpm, for likelihood": (2, -12),
-          "flow_matching, for likelihood": (6, -3)}  # of labels that would cross
+          "flow_matching, for likelihood": (6, -3), "nsf": (-20, 5)}  # of labels that would cross
 FLOWS = ("tarflow", "realnvp", "jet", "nsf", "glow", "maf")
 
 

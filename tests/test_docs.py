@@ -336,6 +336,16 @@ def test_a_broken_table_is_found(tail):
     assert table_faults(whole + tail)
 
 
+@pytest.mark.parametrize("page, tables", [("results.md", "## How to read the numbers"), ("races.md", "## Glow")])
+def test_a_summary_repeats_the_tables_below(page, tables):
+    """Every bound stands in a row below, together with the Fréchet distance beside it."""
+    summary, below = (REPOSITORY / "docs" / page).read_text(encoding="utf-8").split(tables, 1)
+    rows = [line for line in below.splitlines() if line.startswith("|")]
+    pairs = re.findall(r"<= ([\d.]+\(\d+\))(?: \| ([\d.]+\(\d+\)))?", summary)
+    assert len(pairs) >= 8
+    assert not [pair for pair in pairs if not any(all(f" {value}" in row for value in pair if value) for row in rows)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_runs_as_it_stands(page, tmp_path):
