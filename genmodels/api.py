@@ -24,7 +24,7 @@ from genmodels.cli.schema import Schema
 from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, at_least, require_known
+from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, at_least, first_line, require_known
 from genmodels.core.files import check_writable, located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
@@ -190,7 +190,7 @@ class Model:
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
         of_text = {} if self.spec.text is None else options
-        items, _ = material(self.network, self.header, of_text | named, self.ckpt, self.trust)
+        items, _ = material(self.network, self.header, of_text | named, self.ckpt, self.trust, weights_of(ema))
         options |= items | {"weights": weights_of(ema)}
         if self.spec.text is not None:
             return self._say(options.pop("n"), options)
@@ -243,17 +243,18 @@ class Model:
             return Likelihood.concatenate(parts)
 
     def _batch(self, x: Any, cond: Any) -> Batch:
-        if not isinstance(x, Batch):
-            x = Batch(torch.as_tensor(x))
-            if self.spec.levels is None and not x.x.is_floating_point():
-                x.x = x.x.to(torch.get_default_dtype())
-        number = torch.arange(len(x))
+        try:
+            x = x if isinstance(x, Batch) else Batch(torch.as_tensor(x))
+            number = torch.arange(len(x))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(f"items are a Batch or an array, got {type(x).__name__}: {first_line(error)}") from error
         if cond is not None and not isinstance(cond, TextCondition):
             if not isinstance(cond, str) and (shape := np.shape(cond)) and shape[0] != len(x):
                 raise InputError(f"cond has {shape[0]} classes for {len(x)} items: give one each, or one for all")
             with as_input_errors():
                 cond = self.network.labels(cond, number).cpu()
-        return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
+        values = x.x if self.spec.levels or x.x.is_floating_point() else x.x.to(torch.get_default_dtype())
+        return Batch(values, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
 
     def transcribe(
         self, files: str | Path | Sequence[str | Path], *, ema: bool | float = True, **options: Any
@@ -292,7 +293,7 @@ class Model:
         from genmodels.verification.check import Options
 
         require_known("verify", options, [field.name for field in fields(Options) if field.name != "randomise"])
-        how = Options(randomise=False, **options)
+        how = Options(**_checked("genmodels.verification.check.Options", {"randomise": False, **options}))
         return check_model(None, None, str(self.ckpt), ema, device, self.trust, how)
 
     def push(
@@ -305,8 +306,7 @@ class Model:
         """
         from genmodels.cli import push
 
-        place = None if out is None else str(out)
-        push.run(ckpt=str(self.ckpt), licence=licence, to=to, out=place, private=private, trust=self.trust)
+        push.run(ckpt=str(self.ckpt), licence=licence, to=to, out=out and str(out), private=private, trust=self.trust)
 
     def export(self, out: str | Path, *, ema: bool | float = True) -> list[str]:
         """Write the model to a .safetensors, or its network to a .onnx or .pt2; returns lines on files and checks.

@@ -126,6 +126,7 @@ def records_of(data: bytes) -> list:
 
 def test_the_offline_wandb_run_holds_metrics_configuration_and_pictures(trained):
     records = offline_records(trained[1])
+    assert any((r.metric.glob_name, r.metric.step_metric) == ("*", "trainer/global_step") for r in records)
     history, config = {}, {}
     for record in records:
         for item in record.history.item:
@@ -406,6 +407,7 @@ BAD = [
     ("sample", [], 2, "ckpt"),
     ("sample", ["ckpt=nowhere.ckpt"], 1, "no such checkpoint"),
     ("sample", ["ckpt=nowhere"], 1, "nowhere: no such checkpoint or run folder"),
+    ("train", ["resume=nowhere"], 1, "nowhere: no such checkpoint or run folder"),
     ("sample", ["ckpt=RUN", "n=0"], 2, "n must be at least 1"),
     ("sample", ["ckpt=RUN", "n=many"], 2, "n must be an integer"),
     ("sample", ["ckpt=RUN", "cond=10"], 2, "0..9"),

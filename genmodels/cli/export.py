@@ -238,8 +238,8 @@ def _spoken(model: GenerativeModel, core: nn.Module) -> list[Graph]:
     return [
         Graph("_durations", "frames of every token", Function(_frames, both), {"tokens": tokens}, ("frames",),
               any_length=True),
-        Graph("", "log-mel for a vocoder of one text: path (1, N, T) is 1 where token n is heard in frame t, T even; "
-              "noise is normal, times the temperature", Function(_mel, both),
+        Graph("", "log-mel for a vocoder of one text: path (1, N, T) is 1 where token n is heard in frame t, T even, "
+              "at least 4; noise is normal, times the temperature", Function(_mel, both),
               {"tokens": tokens, "path": path, "noise": noise}, ("mel",), any_length=True),
     ]
 

@@ -166,9 +166,9 @@ class _Trained(NamedTuple):
     def kind(self) -> str:
         return f"{self.path} holds {an(self.header['family'])}"
 
-    def material(self, named: dict) -> tuple[dict, list[str]]:
+    def material(self, named: dict, ema: bool | float) -> tuple[dict, list[str]]:
         """The items that samples are made from, as options of `sample`, and lines for the user."""
-        return material(self.model, self.header, named, self.path, self.trust)
+        return material(self.model, self.header, named, self.path, self.trust, weights_of(ema))
 
 
 def _say(
@@ -179,7 +179,7 @@ def _say(
     from genmodels.cli.say import say
 
     asked = options | synthesis | {"text_file": text_file, "stream": chunk is not None} | named
-    materials, lines = given.material(asked)
+    materials, lines = given.material(asked, ema)
     synthesis |= options | {"weights": weights_of(ema)} | materials
     return lines + say(given.model, given.made, given.place, synthesis, item=named if materials else {},
                        of_item=materials, takes=takes, text_file=text_file, out=out, chunk=chunk)  # fmt: skip
@@ -203,7 +203,7 @@ def _draw(
     spec = given.model.spec
     single = target.suffix == "" and path is None and spec.encoding is None
     check_memory(asked, spec, batch_size, single)
-    materials, lines = given.material(named)
+    materials, lines = given.material(named, ema)
     if path is not None:  # many moments, of which those with equal changes are shown
         materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * asked.n * spec.dims))))
     made = given.made | {key: str(value) for key, value in named.items() if value is not None}

@@ -121,15 +121,19 @@ class Point:
     def finished(self, words: Sequence[str], config: dict) -> Any | None:
         """The outcome of a point finished before with the same model, data, trainer and seed; None otherwise."""
         folder = self.place(words, config)
+        if folder is None:
+            return None
         try:
-            record = {} if folder is None else json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        if {"init": None, **record.get("config", {})} != _defining(config):  # records of before lack init
-            return None
-        from genmodels.training.run import Outcome
+            record = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            if {"init": None, **record["config"]} != _defining(config):  # records of before lack init
+                return None
+            from genmodels.training.run import Outcome
 
-        return Outcome(**record["outcome"])
+            outcome = Outcome(**record["outcome"])
+            outcome.row(), float(outcome)  # raise for values of other types
+            return outcome
+        except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: it goes on from last.ckpt
+            return None
 
 
 def _defining(config: dict) -> dict:

@@ -106,7 +106,8 @@ def run(
               f"{time.monotonic() - start:.0f} s")
         return
     trust, options = trust or [], options or {}
-    how = Options(model is not None, max_dims, patience, None if compiler == "none" else compiler, seed, progress)
+    how = Options(randomise=model is not None, max_dims=max_dims, patience=patience, seed=seed, progress=progress,
+                  compiler=None if compiler == "none" else compiler)
     if what is None:
         findings = check_model(model, data, ckpt, ema, device, trust, how)
     elif what != "attention":

@@ -75,8 +75,7 @@ _MEL = {
     "sample_rate?": _SIZE, "n_fft?": _whole(2, 2**20), "hop?": _whole(1, 2**20), "n_mels?": _whole(1, 2**14),
     "f_min?": _NUMBER, "f_max?": _POSITIVE, "padding?": _WORD,
 }  # fmt: skip
-_STATISTICS = {"per?": _WORD, "mean": _NUMBER.or_many(), "std": _NUMBER.or_many(), "frames?": _SIZE,
-               "multiple?": _SIZE}
+_STATISTICS = {"per?": _WORD, "mean": _NUMBER.or_many(), "std": _NUMBER.or_many(), "frames?": _SIZE, "multiple?": _SIZE}
 _SPEECH_TEXT = {
     "symbols": _TEXT.many(1), "blanks": _FLAG, "language": _WORD, "form?": _WORD, "examples?": _TEXT.many(),
 }  # fmt: skip

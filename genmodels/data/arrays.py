@@ -107,8 +107,6 @@ def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
         raise InputError(f"{where} is empty")
     first = next(iter(lines))
     heading, delimiter = _heading(lines[first], path)
-    if lines[first].strip() == "0":
-        print(f"{path}: the 0 in line {first} is an item; if it is a heading (pandas writes one), remove it")
     if heading:
         if heading == [str(number) for number in range(len(heading))]:
             print(f"{path}: line {first} only numbers the columns, as pandas does without names, and is no item; if it "
@@ -130,6 +128,10 @@ def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
         number, column = list(lines)[bad[0][0]], int(bad[0][1])
         raise InputError(f"{where}{_place(number, column, heading)}: {_cells(lines[number], delimiter)[column]} is not "
                          "a finite number in single precision; complete it or leave out that column or line")
+    above_decimals = len(table) > 1 and not (table[0] % 1).any() and (table[1:] % 1).all()
+    if not heading and (above_decimals or lines[first].strip() == "0"):
+        print(f"{path}: the whole numbers in line {first} are an item; if they are a heading (pandas writes one), "
+              "remove it")
     return {"arr_0": table}
 
 
@@ -180,7 +182,8 @@ class Arrays(DataModule):
 
     Arguments:
         file: path of an .npz or .npy file, or of a table (.csv, .tsv, .txt, .data) of one item per line, with a header
-            or without; a first line 0,1,2,... of several columns is the header that pandas writes.
+            or without; a first line 0,1,2,... of several columns is the header that pandas writes, other numbers are an
+            item.
         labels: path of an .npy file with the labels, for an .npy file of items.
         layout: order of the axes of images.
         levels: number of integer levels; null infers 256 for uint8 and 2 for booleans.

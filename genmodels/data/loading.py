@@ -312,12 +312,8 @@ class Loader(DataLoader):
 
 
 def training_loader(
-    data: BatchDataset,
-    sampler: ResumableBatchSampler,
-    flip: bool = False,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    batches: Sampler | None = None,
+    data: BatchDataset, sampler: ResumableBatchSampler, flip: bool = False, num_workers: int = 0,
+    pin_memory: bool = False, batches: Sampler | None = None,
 ) -> Loader:
     """The loader of a training split: shuffled, resumable, with random mirroring if `flip`.
 

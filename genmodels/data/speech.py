@@ -263,14 +263,14 @@ class Speech(DataModule):
         wrong = [Finding(clip.where, clip.problem) for clip in clips if clip.problem is not None]
         if wrong and stop:
             raise self._unusable(wrong, " (by its list alone, no recording was read)")
-        self.speakers = self._speakers(clips)
+        named = {clip.speaker for clip in clips if clip.speaker is not None and clip.label is None}
+        self.speakers = sorted(named) if self.speakers is None else list(self.speakers)
         labels = sorted({clip.label for clip in clips if clip.label is not None})
         if not labels:
             with as_input_errors():
                 in_form("a", self.form, self.language)  # a missing program is no fault of the items
         files, usable, findings = MelFiles(self.mel), [], []
-        limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language,
-                  "form": self.form}
+        limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language, "form": self.form}
         for clip in progress_bar(clips, desc="mels", unit="clip", disable=len(clips) <= 50):
             item, found = read_utterance(clip, files, self.symbols, self.speakers, labels, **limits)
             findings += found
@@ -278,11 +278,6 @@ class Speech(DataModule):
                 usable.append(item)
         self._classes = tuple(labels)
         return usable, findings
-
-    def _speakers(self, clips: list[Clip]) -> list[str]:
-        if self.speakers is not None:
-            return list(self.speakers)
-        return sorted({clip.speaker for clip in clips if clip.speaker is not None and clip.label is None})
 
     @property
     def _source(self) -> str:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least
 from genmodels.core.random import Generator, KeyedGenerator, child, normal, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.decoder import Decoder, Gaussian
@@ -344,6 +344,7 @@ def packed(wanted: Tensor, generator: Generator, rows: int) -> Iterator[tuple[Te
 
     The columns are the steps of a keyed generator.
     """
+    at_least(1, chunk=rows)
     columns, items = wanted.T.nonzero(as_tuple=True)
     for column, item in zip(columns.split(rows), items.split(rows), strict=True):
         keyed = isinstance(generator, KeyedGenerator)

@@ -151,7 +151,7 @@ class Gaussian:
     """N(x; mean, scale^2), for continuous data: the ELBO becomes a bound on a density (`levels` is None).
 
     Arguments:
-        scale: a fixed standard deviation in place of the last kernel's.
+        scale: a fixed standard deviation, above 0, in place of the last kernel's.
 
     Example:
         >>> Gaussian().log_prob(torch.zeros(1), torch.zeros(1), torch.ones(1))
@@ -161,6 +161,8 @@ class Gaussian:
     levels, finest_log_snr = None, 12.0
 
     def __init__(self, *, scale: float | None = None):
+        if scale is not None and not 0 < scale < math.inf:
+            raise InputError(f"scale = {scale}: give a finite number above 0")
         self.scale = scale
 
     def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:

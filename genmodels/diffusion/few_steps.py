@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Literal
@@ -70,8 +71,8 @@ class Consistency(Simple):
     ):
         super().__init__(time_sampler=time_sampler)
         one_of("weighting", weighting, CONSISTENCY_WEIGHTINGS)
-        if stages < 1 or not huber > 0:
-            raise InputError(f"stages = {stages} and huber = {huber}: give at least one stage, and a positive number")
+        if stages < 1 or not 0 < huber < math.inf:
+            raise InputError(f"stages = {stages} and huber = {huber}: give at least one stage, and a finite huber > 0")
         self.teacher, self.factor = teacher, CONSISTENCY_WEIGHTINGS[weighting]
         self.huber, self.stages, self.progress = huber, stages, 1.0
 
@@ -366,8 +367,8 @@ class MeanFlow(FlowMapMatching):
         std: float = 1.0, power: float = 1.0, c: float = 1e-3,
     ):
         super().__init__(coupling, share=share)
-        if not 0 <= power <= 1 or not c > 0 or not std > 0:
-            raise InputError(f"power = {power}, c = {c}, std = {std}: choose a power from 0 to 1, c and std above 0")
+        if not 0 <= power <= 1 or not 0 < c < math.inf or not 0 < std < math.inf:
+            raise InputError(f"power = {power}, c = {c}, std = {std}: choose power from 0 to 1, finite c and std > 0")
         self.mean, self.std, self.power, self.c = mean, std, power, c
 
     def ends(self, u: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:

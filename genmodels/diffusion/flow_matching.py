@@ -92,8 +92,8 @@ class Coupling:
         whole: Callable[[Tensor], tuple[Tensor, slice]] = lambda rows: (rows, slice(None)),
     ):
         one_of("coupling", name, ("independent", "ot", "sinkhorn"))
-        if not blur > 0:
-            raise InputError(f"blur = {blur}: give a positive number")
+        if not 0 < blur < math.inf:
+            raise InputError(f"blur = {blur}: give a finite number above 0")
         self.name, self.blur, self.whole = name, blur, whole
 
     @torch.no_grad()

@@ -245,8 +245,8 @@ class EDM(Parameterisation):
     name = "edm"
 
     def __init__(self, *, sigma_data: float = 0.5):
-        if not sigma_data > 0:
-            raise InputError(f"sigma_data = {sigma_data}: give a positive number")
+        if not 0 < sigma_data < math.inf:
+            raise InputError(f"sigma_data = {sigma_data}: give a finite number above 0")
         self.sigma_data = float(sigma_data)
 
     def coefficients(self, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:

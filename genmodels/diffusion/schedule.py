@@ -104,8 +104,8 @@ class LinearContinuousSchedule(NoiseSchedule):
 
     def __init__(self, *, beta_min: float = 0.1, beta_max: float = 20.0):
         super().__init__()
-        if not 0 < beta_min <= beta_max:
-            raise InputError(f"beta_min = {beta_min}, beta_max = {beta_max}: give 0 < beta_min <= beta_max")
+        if not 0 < beta_min <= beta_max < math.inf:
+            raise InputError(f"beta_min = {beta_min}, beta_max = {beta_max}: give finite 0 < beta_min <= beta_max")
         self.beta_min, self.slope = float(beta_min), float(beta_max - beta_min)
 
     def log_snr(self, t: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class SigmoidSchedule(NoiseSchedule):
 
     def __init__(self, *, width: float = 3.0):
         super().__init__()
-        if not width > 0:
-            raise InputError(f"width = {width}: give a positive number")
+        if not 0 < width <= 700:  # the hyperbolic sine of more is beyond float64
+            raise InputError(f"width = {width}: give a positive number, at most 700")
         self.width = float(width)
 
     def log_snr(self, t: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ class LinearSchedule(DiscreteSchedule):
     """
 
     def __init__(self, num_steps: int = 1000, *, beta_start: float = 1e-4, beta_end: float = 0.02):
+        if not all(0 < beta < math.inf for beta in (beta_start, beta_end)):
+            raise InputError(f"beta_start = {beta_start}, beta_end = {beta_end}: give finite numbers above 0")
         smallest = math.floor(1000 * max(beta_start, beta_end)) + 1
         if num_steps < smallest:
             largest = max(beta_start, beta_end) * 1000 / num_steps if num_steps > 0 else math.inf

@@ -128,8 +128,8 @@ def _zero_without_signal(weight: Tensor, log_snr: Tensor) -> Tensor:
 
 
 def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise InputError(f"{name} = {value}: give a positive number")
+    if not 0 < value < math.inf:
+        raise InputError(f"{name} = {value}: give a finite number above 0")
     return float(value)
 
 

@@ -201,14 +201,7 @@ class AnnealedImportanceSampling:
         True
     """
 
-    def __init__(
-        self,
-        *,
-        steps: int = 1000,
-        kernel: Kernel | None = None,
-        tune: int = 64,
-        reverse_steps: int = 500,
-    ):
+    def __init__(self, *, steps: int = 1000, kernel: Kernel | None = None, tune: int = 64, reverse_steps: int = 500):
         if steps < 1:
             raise InputError(f"steps = {steps} must be at least 1")
         self.kernel = HMC() if kernel is None else kernel
@@ -245,7 +238,9 @@ class AnnealedImportanceSampling:
         if reverse:
             label = "exact" if samples is not None and exact_samples else "approximate"
             if samples is None:
-                samples = self._model_samples(model, forward.x, generator, cond)
+                warm_up, keyed = self.reverse_steps // 2, child(generator, "samples")
+                samples = run_chains(model, HMC(), forward.x, keyed, warm_up=warm_up,
+                                     steps=self.reverse_steps - warm_up, keep_every=0, cond=cond).samples
             keyed, cond = for_rows(len(samples), child(generator, "reverse"), cond)
             back = self.reverse(model, base, keyed, samples, sizes, cond=cond)
         return LogPartition.of_weights(
@@ -328,11 +323,6 @@ class AnnealedImportanceSampling:
         point, keyed = bridge.recombined(point), at_step(generator, k)
         point, move = self.kernel(bridge, point, keyed, sizes[k].to(point.x.device).expand(len(point.x)))
         return point, float(move.acceptance.mean())
-
-    def _model_samples(self, model: EnergyFunction, start: Tensor, generator: Generator, cond: Tensor | None) -> Tensor:
-        keyed, warm_up = child(generator, "samples"), self.reverse_steps // 2
-        steps = self.reverse_steps - warm_up
-        return run_chains(model, HMC(), start, keyed, warm_up=warm_up, steps=steps, keep_every=0, cond=cond).samples
 
 
 def for_rows(count: int, generator: Generator, cond: Tensor | None) -> tuple[Generator, Tensor | None]:

@@ -203,15 +203,8 @@ class ChainResult:
 
 
 def run_chains(
-    model: ScoreFunction,
-    kernel: Kernel,
-    start: Start | ChainState | Tensor,
-    generator: Generator,
-    *,
-    steps: int,
-    warm_up: int = 0,
-    keep_every: int = 1,
-    cond: Tensor | None = None,
+    model: ScoreFunction, kernel: Kernel, start: Start | ChainState | Tensor, generator: Generator, *, steps: int,
+    warm_up: int = 0, keep_every: int = 1, cond: Tensor | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
 ) -> ChainResult:
     """Run B chains of a kernel in parallel; step k of chain b draws its noise from `generator` at step k + 1.

@@ -191,16 +191,12 @@ class Potential(nn.Module):
         super().__init__()
         self.network = network
 
-    def energy(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def energy(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """(B,) E(x), equal to -log p up to a constant for each noise level."""
         x = hide(wide(x), mask)
         return 0.5 * x.square().flatten(1).sum(1) + torch.exp(0.5 * log_snr) * self._scalar(x, log_snr, cond, mask)
 
-    def forward(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
             x, log_snr, cond, mask = (usable(value) for value in (wide(x), log_snr, cond, mask))

@@ -337,14 +337,12 @@ def predictor_corrector(
     2.9 % and 5.6 % in 16 dimensions, 1.0 % and 3.9 % in 64.
 
     Arguments:
-        shape: (B, *event).
-        sigmas: decreasing noise levels.
+        shape, sigmas, callback: see `annealed_langevin`.
         snr: ratio of the norms of a corrector's drift and noise, times the square root of 2.
         corrector_steps: corrections at each level; 0 is the predictor alone.
         denoise: whether to end with the posterior mean of the clean data given x.
         start: (B, *event) in place of N(0, sigma_1^2).
         mask: (B, 1, T), of the valid frames, whose scores alone decide h.
-        callback: called after each level as callback(number from 0, x).
 
     Errors: InputError for levels that do not decrease.
     Source: Song et al. 2021, "Score-based generative modeling through SDEs", algorithms 2 and 4; its epsilon is h.

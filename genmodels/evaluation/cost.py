@@ -83,9 +83,7 @@ def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | No
     return reported / n
 
 
-def measure(
-    model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0, weights: str | float = "ema"
-) -> dict:
+def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0, weights: str | float = "ema") -> dict:
     """Samples per second in batches, and the latency of a single one.
 
     Two warm-ups are discarded, the device is synchronised, decoding to the data's units is included, writing is not.

@@ -136,9 +136,7 @@ def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | No
             for name, each in (("frequencies of bytes", first), ("frequencies of pairs of bytes", second))]
 
 
-def of_characters(
-    datamodule: DataModule, split: str, classes: int, order: int, limit: int | None = None
-) -> Likelihood:
+def of_characters(datamodule: DataModule, split: str, classes: int, order: int, limit: int | None = None) -> Likelihood:
     """The likelihood of the transcripts of a split under n-grams of the training transcripts, which see no mels."""
     train, found = (
         [tuple(row[:count]) for batch in datamodule.loader(name, 256, rows) for row, count in
@@ -164,9 +162,7 @@ def gaussian_per_band(
         >>> 1.5 < gaussian_per_band(Speech().prepare(), "test").mean_nll_per_dim() < 2.2
         True
     """
-    mean, std = _moments(
-        x.transpose(0, 1)[:, mask[:, 0]] for x, mask in _noisy(datamodule, "train", None, noise)
-    )
+    mean, std = _moments(x.transpose(0, 1)[:, mask[:, 0]] for x, mask in _noisy(datamodule, "train", None, noise))
     normal = torch.distributions.Normal(mean[:, None], std[:, None])
     nats, dims = [], []
     for x, mask in _noisy(datamodule, split, limit, noise):
@@ -396,7 +392,7 @@ def _given(request: Request) -> list[tuple[str, str, str]]:
         (" and ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("chains and densities", "chains", "energies of three or more dimensions, others take the sum over a grid",
          bool({"chains", "densities"} & set(request.partition))),
-        ("importance_samples", "importance_samples", "flows and energies of integers",
+        ("importance_samples", "importance_samples", "flows and energies with a likelihood of integers",
          request.importance_samples is not None),
         (f"bound={request.bound}", request.bound, "models that have this bound", request.bound not in ("auto", "both")),
         ("rank=across", "several", "a table of several models", request.rank == "across"),

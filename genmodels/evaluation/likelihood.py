@@ -71,14 +71,15 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
             texts = model.spec.text is not None
             budget = _TEXT_BUDGET // model.spec.dims if texts else _AUTO_BUDGET
             draws = automatic_draws(opened.items, model.num_steps - 1, request.replicates, budget)
-        if isinstance(draws, int) and draws >= model.num_steps:
+        usual = known["bound"].default
+        wanted = {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,))
+        bounds = [bound for bound in wanted if bound in bounds_of(model)] or [usual]
+        if isinstance(draws, int) and draws >= model.num_steps and "discrete" in bounds:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the ELBO, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
         if "alignment" in known:  # a bound along the best alignment would be ranked with bounds on the sum
             own["alignment"] = "marginal"
-        usual = known["bound"].default
-        wanted = {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,))
-        for bound in [bound for bound in wanted if bound in bounds_of(model)] or [usual]:
+        for bound in bounds:
             label = "bound" if bound == "discrete" else "bound, continuous time"
             lines.append(Line(label, "log_likelihood", options | own | ({} if bound == usual else {"bound": bound})))
     elif "alignment" in known:

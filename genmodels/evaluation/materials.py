@@ -32,7 +32,9 @@ def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> C
     return lambda: build(data_options(header, ckpt_path), trust=trust).prepare()
 
 
-def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]) -> tuple[dict, list[str]]:
+def material(
+    model, header: dict, named: dict, ckpt_path: Path, trust: list[str], weights: str | float
+) -> tuple[dict, list[str]]:
     """The options of `sample` for `inpaint`, `mask` and `edit`, and lines for the user.
 
     An item with a text adds its text, the durations of its best alignment and its speaker, unless `cond` names another;
@@ -40,6 +42,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
 
     Arguments:
         named: `inpaint`, `mask` and `edit`; for a model of speech also the user's options on the text.
+        weights: those that align and predict durations: `ema`, `raw`, or one of the decays kept.
 
     Raises:
         InputError: for a model that cannot start from an item, or items that do not exist.
@@ -66,14 +69,14 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     batches = {key: item(key) for key in ("edit", "inpaint") if named[key] is not None}
     if spec.text is not None:
         batches = {key: even_lengths(alone(batch, 0)) for key, batch in batches.items()}
-    found = {} if spec.mel is None else _speech_options(model, batches[asked], named.get("cond"))
+    found = {} if spec.mel is None else _speech_options(model, batches[asked], named.get("cond"), weights)
     found |= {"edit": batches["edit"].x[0]} if "edit" in batches else {}
     if "inpaint" not in batches:
         return found, []
     known, mask = batches["inpaint"].x[0], str(named["mask"])
     inpainted = f"item {named['inpaint']}" if str(named["inpaint"]).isdigit() else named["inpaint"]
     if text is not None:
-        return rewritten(model, batches["inpaint"], text, found, inpainted)
+        return rewritten(model, batches["inpaint"], text, found, inpainted, weights)
     if spec.is_image:
         keep, what = read_mask(mask, spec, "mask"), f"pixels of {inpainted}, where {mask} is white"
     elif len(spec.event_shape) != 2:
@@ -86,7 +89,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
 
 
-def _speech_options(model, batch: Batch, speaker: int | str | None) -> dict:
+def _speech_options(model, batch: Batch, speaker: int | str | None, weights: str | float) -> dict:
     """The length of a mel, or the text, durations and speaker of a mel with a text."""
     frames = batch.x.shape[2] if batch.mask is None else int(batch.mask.sum())
     if model.spec.text is None:
@@ -94,7 +97,7 @@ def _speech_options(model, batch: Batch, speaker: int | str | None) -> dict:
     text, mel = model.spec.text, model.spec.mel
     tokens = batch.cond.tokens[0, batch.cond.mask[0, 0]].tolist()
     normal = Symbols(tuple(text["symbols"]), text["blanks"]).decode(tokens)
-    durations = model.aligned(batch.to(model.device)).durations[0].tolist()
+    durations = model.aligned(batch.to(model.device), weights).durations[0].tolist()
     seconds = sum(durations) * mel["hop"] / mel["sample_rate"]  # a text of a given length is not split into sentences
     found = {"text": ready(normal, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
     if speaker is None and batch.cond.speaker is not None:
@@ -102,7 +105,7 @@ def _speech_options(model, batch: Batch, speaker: int | str | None) -> dict:
     return found if speaker is None else found | {"cond": speaker}
 
 
-def rewritten(model, batch: Batch, text: str, found: dict, item: str) -> tuple[dict, list[str]]:
+def rewritten(model, batch: Batch, text: str, found: dict, item: str, weights: str | float) -> tuple[dict, list[str]]:
     """The options of `sample` for an item whose text becomes another one, and a line for the user.
 
     The frames of the first and last words, as far as both texts share them, are kept; the words between are drawn, with
@@ -122,7 +125,7 @@ def rewritten(model, batch: Batch, text: str, found: dict, item: str) -> tuple[d
         raise InputError(f"text={text!r} is that of {item}: change some words, or choose frames by mask=from:to")
     first, last = shared_ends(old, new, model.spec.text["symbols"].index(" "))
     said = reader([text], found.get("cond")).to(model.device)
-    core, noise = model.weights("ema"), KeyedGenerator(0, torch.arange(1, device=model.device), "durations")
+    core, noise = model.weights(weights), KeyedGenerator(0, torch.arange(1, device=model.device), "durations")
     slower = reader.stretch([text])
     predicted = core.tts.latent(said.tokens, said.mask, core.voice(said), generator=noise, temperature=0.0,
                                 speed=1.0 if slower is None else 1 / slower.to(model.device)).durations[0]

@@ -84,9 +84,7 @@ def noise_like(x: Tensor, spec: DataSpec) -> Tensor:
     return ALTERATIONS["noise"](x, spec, KeyedGenerator(seed_of("fidelity", "noise"), torch.arange(len(x)), "noise"))
 
 
-def count_for(
-    samples: int | str, items: int, fewest: int, force: bool, insist: bool = False
-) -> tuple[int, str | None]:
+def count_for(samples: int | str, items: int, fewest: int, force: bool, insist: bool = False) -> tuple[int, str | None]:
     """The number of samples, and of held-out items, that are compared; with the reason if there are too few.
 
     Raises:

@@ -235,8 +235,7 @@ def _against_recordings(
         if hasattr(model, "posterior"):
             posterior = model.posterior(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
             whole = even_lengths(batch)
-            found.alignment = alignment_shape(
-                posterior.cpu(), aligned.durations.cpu(), whole.cond.mask, whole.mask)
+            found.alignment = alignment_shape(posterior.cpu(), aligned.durations.cpu(), whole.cond.mask, whole.mask)
     return found
 
 

@@ -161,16 +161,12 @@ class Bijection(nn.Module):
                 if isinstance(inner, Bijection):
                     yield from inner.uninitialized(joined(name, child_name, inner_name))
 
-    def walk(
-        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, name: str = ""
-    ) -> Iterator[Step]:
+    def walk(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, name: str = "") -> Iterator[Step]:
         """The layers in order, each with its input and output; the last step holds the result."""
         z, logdet = self(x, cond, mask)
         yield Step(name, self, x, z, logdet, cond, mask)
 
-    def _enter(
-        self, x: Tensor, fitting: Callable[[Shape], Shape], cond: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
+    def _enter(self, x: Tensor, fitting: Callable[[Shape], Shape], cond: Tensor | None, mask: Tensor | None) -> Tensor:
         if not isinstance(x, Tensor):
             raise ValueError(f"{type(self).__name__} takes a torch.Tensor, got {type(x).__name__}")
         fitting(tuple(x.shape[1:]))

@@ -21,7 +21,7 @@ class Dequantize(nn.Module):
 
         v = (x + u) / L,    log P(x) >= E_u [log p(v) - D log L - log q(u | x)]
 
-    A subclass defines `noise`, and `_spread`, which turns it into u and log q(u | x). In float32 x + u may round up to
+    A subclass defines `_spread`, which turns `noise` into u and log q(u | x). In float32 x + u may round up to
     x + 1 (one draw in 131,072 at x >= 128), so v is clamped to its cell: v < 1, and `to_levels` always returns x.
 
     Arguments:
@@ -65,8 +65,8 @@ class Dequantize(nn.Module):
         return hide(v, mask), -entries * math.log(self.levels) - log_q
 
     def noise(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        """Fresh noise for a batch of this shape."""
-        raise NotImplementedError
+        """Fresh noise for a batch of this shape, Gaussian unless a subclass says otherwise."""
+        return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
     def _spread(self, x: Tensor, noise: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """u in [0, 1] like x, and log q(u | x) `(B,)`."""
@@ -98,9 +98,7 @@ class Dequantize(nn.Module):
         """
         return event_mean(((v < 0) | (v >= 1)).double(), mask)
 
-    def initialize(
-        self, x: Tensor, generator: Generator, mask: Tensor | None = None, *, force: bool = False
-    ) -> None:
+    def initialize(self, x: Tensor, generator: Generator, mask: Tensor | None = None, *, force: bool = False) -> None:
         """Data-dependent initialisation from a batch; uniform noise has none."""
 
     def uninitialized(self) -> Iterator[str]:
@@ -161,12 +159,9 @@ class GaussianNoise(Dequantize):
 
     def __init__(self, levels: int, sigma: float):
         super().__init__(levels)
-        if not sigma > 0:
-            raise ValueError(f"GaussianNoise: sigma must be positive, got {sigma}")
+        if not 0 < sigma < math.inf:
+            raise ValueError(f"GaussianNoise: sigma must be positive and finite, got {sigma}")
         self.sigma = sigma
-
-    def noise(self, shape, generator):
-        return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
     def with_noise(self, x, noise, mask=None):
         v = (self._integers(x).to(self.low.dtype) + 0.5) / self.levels + self.sigma * noise
@@ -202,9 +197,6 @@ class VariationalDequantize(Dequantize):
         if not bijection.uses_cond:
             raise ValueError("VariationalDequantize: the bijection needs a condition, which is made from the integers")
         self.bijection = bijection
-
-    def noise(self, shape, generator):
-        return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
 
     def _spread(self, x, noise, mask):
         noise = hide(noise, mask)

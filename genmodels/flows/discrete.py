@@ -62,12 +62,7 @@ class DiscreteFlow(nn.Module):
         self.null_class = has_null_class(self)
 
     def initialize(
-        self,
-        x: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        *,
-        generator: Generator,
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, generator: Generator,
         force: bool = False,
     ) -> None:
         """Data-dependent initialisation of the dequantisation, then of the flow, from a batch of integers."""
@@ -79,14 +74,8 @@ class DiscreteFlow(nn.Module):
             self.flow.initialize(v, cond, mask, force=force)
 
     def log_prob(
-        self,
-        x: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        *,
-        generator: Generator,
-        samples: int = 1,
-        rows: int | None = None,
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, generator: Generator,
+        samples: int = 1, rows: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The K-sample bound `(nats (B,), stderr (B,))` in float64; no standard error from a single sample.
 
@@ -99,14 +88,8 @@ class DiscreteFlow(nn.Module):
         return log_mean_exp(self.log_weights(x, cond, mask, generator=generator, samples=samples, rows=rows))
 
     def log_weights(
-        self,
-        x: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        *,
-        generator: Generator,
-        samples: int = 1,
-        rows: int | None = None,
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, generator: Generator,
+        samples: int = 1, rows: int | None = None,
     ) -> Tensor:
         """w_k of each example, (B, K) float64; its first K' columns are the weights of K' samples."""
         if samples < 1 or (rows is not None and rows < 1):
@@ -126,14 +109,8 @@ class DiscreteFlow(nn.Module):
         return _joined(weights).view(samples, len(x)).T
 
     def sample(
-        self,
-        n: int,
-        cond: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        generator: Generator,
-        mask: Tensor | None = None,
-        length: int | None = None,
+        self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
+        mask: Tensor | None = None, length: int | None = None,
     ) -> Tensor:
         """Integers (n, *event); the arguments are those of `Flow.sample`."""
         v = self.points(n, cond, temperature=temperature, generator=generator, mask=mask, length=length)
@@ -144,15 +121,8 @@ class DiscreteFlow(nn.Module):
         return self.flow.sample(n, cond, **options)
 
     def class_posterior(
-        self,
-        x: Tensor,
-        num_classes: int,
-        mask: Tensor | None = None,
-        *,
-        generator: Generator,
-        samples: int = 1,
-        rows: int | None = None,
-        log_prior: Tensor | None = None,
+        self, x: Tensor, num_classes: int, mask: Tensor | None = None, *, generator: Generator, samples: int = 1,
+        rows: int | None = None, log_prior: Tensor | None = None,
     ) -> Tensor:
         """p(y | x) of every class, (B, num_classes) float64, from K-sample bounds; classes share keyed noise."""
         require_classes(self, num_classes)

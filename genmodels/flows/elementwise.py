@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid, softmax
 
+from genmodels.core.errors import one_of
+
 
 def bounded(h: Tensor, limit: float) -> Tensor:
     """A smooth bound on both sides, with slope one at zero: limit tanh(h / limit).
@@ -227,8 +229,7 @@ class Affine(ElementTransform):
 
     def __init__(self, channels: int, *, scale: ScaleKind = "tanh"):
         super().__init__()
-        if scale not in SCALES:
-            raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
+        one_of("scale", scale, SCALES)
         self.channels, self.scale = channels, scale
         self.log_scale = SCALES[scale](channels)
 

@@ -239,14 +239,8 @@ class Flow(nn.Module):
         return self.base.log_prob(z, self._cond(cond, self.base), latent_mask) + logdet
 
     def sample(
-        self,
-        n: int,
-        cond: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        generator: Generator,
-        mask: Tensor | None = None,
-        length: int | None = None,
+        self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
+        mask: Tensor | None = None, length: int | None = None,
     ) -> Tensor:
         """Events (n, *event); with a keyed generator, event k depends only on its index.
 
@@ -277,12 +271,7 @@ class Flow(nn.Module):
         return self._inverse(self._join(latents), cond, mask)
 
     def resample(
-        self,
-        latents: Latents,
-        scales: Sequence[int],
-        generator: Generator,
-        temperature: float = 1.0,
-        *,
+        self, latents: Latents, scales: Sequence[int], generator: Generator, temperature: float = 1.0, *,
         cond: Tensor | None = None,
     ) -> Latents:
         """Replaces some scales (0 is the finest) by fresh noise.

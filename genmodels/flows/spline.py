@@ -116,9 +116,7 @@ class RationalQuadraticSpline(ElementTransform):
         return torch.where(tail, outside, inside), log_derivative.masked_fill(tail, 0)
 
 
-def _inside_bin(
-    xi: Tensor, slope: Tensor, y_k: Tensor, h: Tensor, d: Tensor, d_next: Tensor
-) -> tuple[Tensor, Tensor]:
+def _inside_bin(xi: Tensor, slope: Tensor, y_k: Tensor, h: Tensor, d: Tensor, d_next: Tensor) -> tuple[Tensor, Tensor]:
     """z and log dz/dx at the relative position xi in a bin."""
     product = xi * (1 - xi)
     # sl + (d_k+1 + d_k - 2 sl) p, as a sum of terms that are not negative

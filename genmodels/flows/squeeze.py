@@ -42,7 +42,25 @@ def require_division(patch: int, shape: Shape, name: str = "patch") -> None:
                          + ", ".join(str(k) for k in range(1, common + 1) if common % k == 0))
 
 
-class Squeeze2d(Bijection):
+class _Squeeze(Bijection):
+    """Moves values from positions to channels: a subclass defines `_squeeze` and, back again, `_spread`."""
+
+    constant_logdet = True
+
+    def __init__(self, factor: int):
+        super().__init__()
+        if factor < 1:
+            raise ValueError(f"{type(self).__name__}: factor must be 1 or more, got {factor}")
+        self.factor = factor
+
+    def _forward(self, x, cond, mask):
+        return self._squeeze(x), x.new_zeros(len(x))
+
+    def _inverse(self, z, cond, mask):
+        return self._spread(z), z.new_zeros(len(z))
+
+
+class Squeeze2d(_Squeeze):
     """Turns each square of an image into one position with more channels.
 
         (C, H, W) -> (f^2 C, H/f, W/f),    log |det| = 0
@@ -68,17 +86,13 @@ class Squeeze2d(Bijection):
                  [ 4.,  6., 12., 14.]]])
     """
 
-    constant_logdet = True
-
     def __init__(self, factor: int = 2, *, order: Literal["channel", "alternative", "far"] = "channel"):
-        super().__init__()
-        if factor < 1:
-            raise ValueError(f"Squeeze2d: factor must be 1 or more, got {factor}")
+        super().__init__(factor)
         if order not in ("channel", "alternative", "far"):
             raise ValueError(f"Squeeze2d: order must be channel, alternative or far, got {order!r}")
         if order == "alternative" and factor != 2:
             raise ValueError(f"Squeeze2d: the alternative order is one of squares of side 2, got factor={factor}")
-        self.factor, self.order = factor, order
+        self.order = order
 
     def out_shape(self, shape: Shape) -> Shape:
         f = self.factor
@@ -97,12 +111,6 @@ class Squeeze2d(Bijection):
 
     def in_mask(self, mask: Tensor) -> Tensor:
         return self._spread(mask)
-
-    def _forward(self, x, cond, mask):
-        return self._squeeze(x), x.new_zeros(len(x))
-
-    def _inverse(self, z, cond, mask):
-        return self._spread(z), z.new_zeros(len(z))
 
     def _squeeze(self, x: Tensor) -> Tensor:
         batch, channels, height, width = x.shape
@@ -176,7 +184,7 @@ class Flatten(Bijection):
         return z.unflatten(1, self.shape), z.new_zeros(len(z))
 
 
-class Squeeze1d(Bijection):
+class Squeeze1d(_Squeeze):
     """Turns f neighbouring frames of a sequence into one frame with more channels.
 
         (C, T) -> (f C, T/f),   out channel = j C + c for frame j of the f,    log |det| = 0
@@ -196,13 +204,8 @@ class Squeeze1d(Bijection):
                  [1., 3., 5.]]])
     """
 
-    constant_logdet = True
-
     def __init__(self, factor: int = 2):
-        super().__init__()
-        if factor < 1:
-            raise ValueError(f"Squeeze1d: factor must be 1 or more, got {factor}")
-        self.factor = factor
+        super().__init__(factor)
 
     def out_shape(self, shape: Shape) -> Shape:
         f = self.factor
@@ -221,12 +224,6 @@ class Squeeze1d(Bijection):
 
     def in_mask(self, mask: Tensor) -> Tensor:
         return mask.repeat_interleave(self.factor, dim=-1) if mask.shape[1] == 1 else self._spread(mask)
-
-    def _forward(self, x, cond, mask):
-        return self._squeeze(x), x.new_zeros(len(x))
-
-    def _inverse(self, z, cond, mask):
-        return self._spread(z), z.new_zeros(len(z))
 
     def _squeeze(self, x: Tensor) -> Tensor:
         batch, channels, length = x.shape

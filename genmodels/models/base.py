@@ -125,7 +125,13 @@ class GenerativeModel(OfLightning, nn.Module):
         raise NotImplementedError
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options) -> Likelihood:
-        """Log-likelihood of each example in nats, of the data in its own units."""
+        """Log-likelihood of each example in nats, of the data in its own units.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of all noise, which is keyed by (seed, item), so that it is the same in every batch.
+        """
         raise NotImplementedError
 
     def sample(
@@ -273,11 +279,7 @@ class GenerativeModel(OfLightning, nn.Module):
                 self.spec.classes_named(wrong)
 
     def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
-        """Condition on the class where the data have classes; called in a subclass' constructor.
-
-        Raises:
-            ValueError: for a probability `cond_drop` of hiding the class that is not in [0, 1).
-        """
+        """Condition on the class where the data have classes, hidden in training with probability `cond_drop` < 1."""
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop must be from 0 to below 1, got {cond_drop}")
         self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
@@ -302,11 +304,7 @@ class GenerativeModel(OfLightning, nn.Module):
                           batch.item_index)
 
     def numbered(self, n: int, start: int) -> Tensor:
-        """The numbers `start` .. `start + n - 1` of samples, (n,) int64 on this model's device.
-
-        Raises:
-            InputError: for no sample at all, or a number below 0.
-        """
+        """The numbers `start` .. `start + n - 1` of samples, (n,) int64; InputError for none, or one below 0."""
         SamplingOptions(n=n, start=start)
         return torch.arange(start, start + n, device=self.device)
 

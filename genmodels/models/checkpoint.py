@@ -62,7 +62,14 @@ def write_parts(path: str | Path, state: dict) -> None:
         RunError: as `write_checkpoint`.
     """
     shares: dict[str, torch.Tensor] = {}
-    state = _map_leaves(state, lambda where, leaf: _move_shard(where, leaf, shares))
+
+    def without_shard(where: str, value: Any) -> Any:
+        if not hasattr(value, "to_local"):
+            return value
+        shares[where] = own(value).cpu().clone()  # a copy, because it may lie within a larger storage
+        return torch.empty(0, dtype=value.dtype)
+
+    state = _map_leaves(state, without_shard)
     weights = {where.partition("/")[2]: value for where, value in shares.items() if where.startswith("state_dict/")}
     _require_finite(path, {**state, "state_dict": weights})
     name, digest = f"step_{state['global_step']:08d}_{rank_world()[0]}_{secrets.token_hex(4)}.part", ""
@@ -108,14 +115,6 @@ def _map_leaves(value: Any, change: Callable[[str, Any], Any], where: str = "") 
     if type(value) is list:
         return [_map_leaves(item, change, f"{prefix}{number}") for number, item in enumerate(value)]
     return change(where, value)
-
-
-def _move_shard(where: str, value: Any, shares: dict[str, torch.Tensor]) -> Any:
-    """An empty tensor in place of a sharded one, whose shard is moved to `shares`."""
-    if not hasattr(value, "to_local"):
-        return value
-    shares[where] = own(value).cpu().clone()  # a copy, because it may lie within a larger storage
-    return torch.empty(0, dtype=value.dtype)
 
 
 def _with_shards(path: str | Path, state: dict, map_location) -> dict:

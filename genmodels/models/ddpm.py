@@ -45,7 +45,6 @@ class DDPM(DiffusionModel):
     their training mean and standard deviation, whose volume is part of the density.
 
     Arguments:
-        spec: the data set this model is built for.
         schedule: noise schedule; `cosine` is the continuous one with log-SNR in [-15, 15], `learned` is trained with
             the network, by the objectives `continuous` and `vlb`.
         log_snr_ends: log-SNR at t = 0 and at t = 1 of the schedules `cosine`, `linear_log_snr` and `learned`; their own
@@ -63,7 +62,7 @@ class DDPM(DiffusionModel):
         decoder: how integers are read from the cleanest level: a Gaussian around the network's estimate, cut into
             levels (`gaussian`), or from the noisy data alone (`level_softmax`).
         self_conditioning: the network also sees its last estimate of the data.
-        **shared: what all diffusion models take, see `DiffusionModel`.
+        spec, **shared: see `DiffusionModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -126,7 +125,6 @@ class EnergyDDPM(DiffusionModel):
     alone; `partition` estimates log Z of one level through the others.
 
     Arguments:
-        spec: the data set this model is built for.
         schedule: noise schedule; `cosine` is the continuous one with log-SNR in [-15, 15].
         log_snr_ends: log-SNR at t = 0 and at t = 1 of `cosine` and `linear_log_snr`; their own by default.
         weighting: of the noise levels: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
@@ -134,7 +132,7 @@ class EnergyDDPM(DiffusionModel):
         variance: variance of the reverse steps, `beta` (by default for continuous data) or `beta_tilde`.
         net: options of the network, a U-Net for images and sequences, a residual MLP for vectors; each evaluation also
             takes its gradient, at two to three times the cost of `DDPM`.
-        **shared: what all diffusion models take, see `DiffusionModel`.
+        spec, **shared: see `DiffusionModel`.
 
     Raises:
         InputError: for a network that cannot be differentiated twice, or activations that are recomputed.

@@ -239,22 +239,14 @@ class DiffusionModel(GenerativeModel):
         return self.core, self._cond(batch)
 
     def log_likelihood(
-        self,
-        batch: Batch,
-        *,
-        weights: str | float = "ema",
-        seed: int = 0,
-        bound: Literal["discrete", "continuous"] = "discrete",
-        draws: int | None = None,
-        replicates: int = 2,
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0,
+        bound: Literal["discrete", "continuous"] = "discrete", draws: int | None = None, replicates: int = 2,
         rows: int | None = None,
     ) -> Likelihood:
         """The lower bound on the log-likelihood, over all terms or over `draws` stratified ones.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of the noise, which is keyed by (seed, item, term).
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             bound, draws, replicates, rows: see `Elbo`.
         """
         x0, index = self._network_input(batch), batch.item_index
@@ -276,9 +268,7 @@ class DiffusionModel(GenerativeModel):
         """The log-likelihood by the probability-flow ODE, from the noise level of the ELBO's reconstruction.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of dequantisation and probes.
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             options: see `OdeLikelihood`.
         """
         ode, denoiser = OdeLikelihood(**options), self.weights(weights)

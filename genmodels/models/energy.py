@@ -92,9 +92,7 @@ class EnergyModel(ScoreMatched):
         *,
         network: Literal["auto", "mlp", "conv", "unet", "deep_kernel"] = "auto",
         net: EnergyMLP | EnergyConv | UNetEnergy | DeepKernelEnergy | dict | None = None,
-        loss: Literal[
-            "sliced_vr", "sliced", "exact", "finite_difference", "denoising", "contrastive"
-        ] = "sliced_vr",
+        loss: Literal["sliced_vr", "sliced", "exact", "finite_difference", "denoising", "contrastive"] = "sliced_vr",
         objective: SlicedScoreMatchingVR | SlicedScoreMatching | ExactScoreMatching | FiniteDifferenceScoreMatching
         | DenoisingScoreMatching | ContrastiveDivergence | dict | None = None,
         noise: float = 0.0,
@@ -241,23 +239,14 @@ class EnergyModel(ScoreMatched):
         return self._normalisers[key]
 
     def log_likelihood(
-        self,
-        batch: Batch,
-        *,
-        weights: str | float = "ema",
-        seed: int = 0,
-        importance_samples: int = 1,
-        normaliser: Literal["auto", "quadrature", "ais", "none"] = "auto",
-        chains: int = 256,
-        densities: int = 1000,
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
+        normaliser: Literal["auto", "quadrature", "ais", "none"] = "auto", chains: int = 256, densities: int = 1000,
         rows: int = 1024,
     ) -> Likelihood:
         """The log-density of continuous data, or a lower bound on the log-mass of integers, up to the error of log Z.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of all noise.
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             importance_samples: K dequantisations of each item; the lower bound rises with K.
             normaliser: estimate of log Z; `auto` is quadrature in one and two dimensions, else annealed importance
                 sampling; `none` gives the energy alone, which cannot be compared.

@@ -35,9 +35,8 @@ class FlowMapModel(DiffusionModel):
     to the samples that many steps of this velocity make, not to those of a few long steps.
 
     Arguments:
-        spec: the data set this model is built for.
         coupling: how items are paired with noise: `independent`, or by minibatch optimal transport, `ot` or `sinkhorn`.
-        **shared: what all diffusion models take, see `DiffusionModel`; the network takes two times.
+        spec, **shared: see `DiffusionModel`; the network takes two times.
     """
 
     validates_by_ode = True
@@ -63,11 +62,10 @@ class ShortcutModel(FlowMapModel):
         u(x_t, t, t) learns eps - x_0,    u(x_t, t, t - 2d) learns the mean of two steps of length d = 1/2, 1/4, ..
 
     Arguments:
-        spec: the data set this model is built for.
         share: probability that an item learns a step rather than the velocity.
         finest: number M of shortest steps from noise to data, a power of two; a step of 1/M is the velocity itself.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        **shared: what all flow maps take, see `FlowMapModel`.
+        spec, **shared: see `FlowMapModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -97,11 +95,10 @@ class MeanFlowModel(FlowMapModel):
         u(x_t, t, s) learns v - (t - s) d/dt u(x_t, t, s),    v = eps - x_0,    x_0 = x_1 - u(x_1, 1, 0)
 
     Arguments:
-        spec: the data set this model is built for.
         share: probability that an item learns between two times rather than the velocity at one.
         mean, std: of the logits of the times.
         power: how strongly large errors are weighted down: 0 for the mean squared error, 1 for its logarithm.
-        **shared: what all flow maps take, see `FlowMapModel`.
+        spec, **shared: see `FlowMapModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -134,10 +131,9 @@ class StepModel(DiffusionModel):
     2 E|x - y| - E|x - x'| - E|y - y'|, in the network's units.
 
     Arguments:
-        spec: the data set this model is built for.
         path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
         distill: checkpoint of the teacher, a diffusion or flow matching.
-        **shared: what all diffusion models take, see `DiffusionModel`.
+        spec, **shared: see `DiffusionModel`.
     """
 
     has_velocity = False
@@ -206,14 +202,13 @@ class ConsistencyModel(StepModel):
         f(x_t, t) learns f(x_s, s), s < t on the same trajectory,    f(x, 0) = x,    x_0 = f(x_1, 1)
 
     Arguments:
-        spec: the data set this model is built for.
         distill: checkpoint of a diffusion or flow matching whose trajectories are learned; by default they are made of
             pairs of data and noise alone (consistency training).
         weighting: of the distances, `ict`, `ect` or `none`; see `Consistency`.
         huber: c of the pseudo-Huber distance over the square root of the number of scalars.
         stages: equal parts of the training, in each of which s is closer to t.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        **shared: what all models for few steps take, see `StepModel`.
+        spec, **shared: see `StepModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -253,12 +248,11 @@ class ProgressiveModel(StepModel):
     Repeated with each student as the teacher of the next, it halves the steps until one is left.
 
     Arguments:
-        spec: the data set this model is built for.
         steps: N, equal in the time of the path.
         teacher_steps: steps of the teacher in one of the student.
         weighting: of the noise levels, see `DDPM`.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        **shared: what all models for few steps take, see `StepModel`.
+        spec, **shared: see `StepModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)

@@ -171,12 +171,6 @@ class FlowModel(GenerativeModel):
             raise ValueError(f"{self.family} takes vectors and images, not events of shape {shape}: use model=glow")
         self.assemble(bijection if len(shape) == 1 else Compose([Flatten(shape), bijection], shape))
 
-    def _in_model_dtype(self, x: Tensor) -> Tensor:
-        """Continuous data in the precision of the weights; integers unchanged."""
-        if not x.is_floating_point():
-            return x
-        return x.to(next((p.dtype for p in self.core.parameters()), x.dtype))
-
     def _dims(self, batch: Batch) -> Tensor:
         """(B,) valid dimensions of masked sequences."""
         return batch.mask.flatten(1).sum(1) * self.spec.event_shape[0]
@@ -257,20 +251,13 @@ class FlowModel(GenerativeModel):
         return Loss(per_example.mean(), per_example)
 
     def log_likelihood(
-        self,
-        batch: Batch,
-        *,
-        weights: str | float = "ema",
-        seed: int = 0,
-        importance_samples: int = 1,
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
         rows: int | None = None,
     ) -> Likelihood:
         """The exact log-likelihood of continuous data, or the lower bound on the log-mass of integers.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of the dequantisation noise, which is keyed by (seed, item, sample).
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             importance_samples: K dequantisations of each item; the lower bound rises with K to the exact value.
             rows: most rows in one pass through the flow; 128 on the CPU, 1024 elsewhere for None.
         """
@@ -281,11 +268,12 @@ class FlowModel(GenerativeModel):
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")
         batch = self._with_noise(batch, KeyedGenerator(seed, index, "likelihood"))
+        x = batch.x
+        if x.is_floating_point():
+            x = x.to(next((p.dtype for p in self.core.parameters()), x.dtype))
         with torch.no_grad():
             nats, stderr = core.log_prob(
-                self._in_model_dtype(batch.x), self._cond(batch), batch.mask, generator=noise,
-                samples=importance_samples, rows=rows,
-            )  # fmt: skip
+                x, self._cond(batch), batch.mask, generator=noise, samples=importance_samples, rows=rows)
         made: dict = {"estimate": "density"} if self.spec.levels is None else {
             "estimate": "importance-weighted bound", "importance_samples": importance_samples,
             "dequantisation": self.dequantisation, "seed": seed,

@@ -53,7 +53,6 @@ class FlowMatchingModel(DiffusionModel):
     inpainting, editing, the evidence lower bound and the likelihood by the ODE are those of `DDPM`.
 
     Arguments:
-        spec: the data set this model is built for.
         path: `linear`, straight lines (rectified flow), `cosine`, which preserves the variance, or a noise schedule of
             `DDPM` by its name after `vp_`.
         sigma_min: noise that `linear` leaves at t = 0.
@@ -64,7 +63,7 @@ class FlowMatchingModel(DiffusionModel):
         reflow: a checkpoint of this family or of `DDPM`: train on pairs of noise and the sample to which its flow leads
             (Liu et al. 2023) instead of the data; their straighter paths need fewer steps.
         reflow_pairs: number of pairs, drawn again whenever training starts or resumes; classes in turn.
-        **shared: what all diffusion models take, see `DiffusionModel`.
+        spec, **shared: see `DiffusionModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)

@@ -35,14 +35,13 @@ class GlowTTS(AlignedModel):
     alignments. The density along A*, which depends on the mel, is reported separately.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         steps: steps of the flow.
         hidden, depth, kernel_size, dropout: width, layers, kernel and dropout of the networks in its couplings.
         groups: size of the matrices that mix channels.
         attention: attention block in the couplings' networks; `xl_chunks`, `rope_window`, `local_dense` can stream.
         heads: heads of that block.
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
-        **shared: what all aligned models of texts take, see `AlignedModel`.
+        spec, **shared: see `AlignedModel`.
 
     Raises:
         InputError: for data without texts or without mels.
@@ -116,19 +115,13 @@ class GlowTTS(AlignedModel):
         return Loss(total.mean(), total, {"nll_per_dim": nll.detach(), "duration": duration.detach()})
 
     def log_likelihood(
-        self,
-        batch: Batch,
-        *,
-        weights: str | float = "ema",
-        seed: int = 0,
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0,
         alignment: Literal["marginal", "best"] = "marginal",
     ) -> Likelihood:
         """log p(mel | text) of mels with uniform noise, summed over alignments: exact.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of the noise, which is keyed by (seed, item, frame).
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             alignment: `marginal`, or `best`: along the best alignment of the mel, an upper bound.
         """
         one_of("alignment", alignment, ("marginal", "best"))

@@ -115,9 +115,7 @@ class MaskedDiffusionModel(GenerativeModel):
         """The lower bound on the log-likelihood in continuous time, from one time in each of `draws` strata.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of times and masks, which are keyed by (seed, item, stratum).
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             bound: `continuous`, the only one there is.
             draws: number of strata; None for one less than `num_steps`.
             replicates: number of draws from each stratum; their spread gives the standard error.
@@ -232,13 +230,7 @@ class LanguageModel(GenerativeModel):
 
     @torch.no_grad()
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """log p of sequences, exact.
-
-        Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: unused, nothing is drawn.
-        """
+        """log p of sequences, exact; nothing is drawn."""
         made = {"estimate": "product of conditionals", "weights": str(weights)}
         return Likelihood(self._nats(self.weights(weights), batch), "exact", self.spec.dims, self.spec.levels, None,
                           made, batch.item_index)

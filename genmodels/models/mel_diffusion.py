@@ -16,15 +16,7 @@ from genmodels.core.processes import rank_world
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.core.tensors import hide
-from genmodels.diffusion import (
-    SAMPLERS,
-    Denoiser,
-    DiffusionSampler,
-    Elbo,
-    NoiseSchedule,
-    Objective,
-    OdeLikelihood,
-)
+from genmodels.diffusion import SAMPLERS, Denoiser, DiffusionSampler, Elbo, NoiseSchedule, Objective, OdeLikelihood
 from genmodels.diffusion.decoder import Gaussian
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.energy import annealed_langevin
@@ -134,10 +126,9 @@ class MelDiffusion(AlignedModel):
     `default_sampler`.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         num_steps: T, the number of steps of the ELBO, and the most that a sampler of diffusion takes.
         net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
-        **shared: what all aligned models of texts take, see `AlignedModel`.
+        spec, **shared: see `AlignedModel`.
 
     Raises:
         InputError: for data without texts or without mels, and options that do not go together.
@@ -230,23 +221,14 @@ class MelDiffusion(AlignedModel):
         return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(
-        self,
-        batch: Batch,
-        *,
-        weights: str | float = "ema",
-        seed: int = 0,
-        alignment: Literal["marginal", "best"] = "marginal",
-        bound: Literal["discrete", "continuous"] = "continuous",
-        draws: int | None = None,
-        replicates: int = 2,
-        rows: int = 32,
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0,
+        alignment: Literal["marginal", "best"] = "marginal", bound: Literal["discrete", "continuous"] = "continuous",
+        draws: int | None = None, replicates: int = 2, rows: int = 32,
     ) -> Likelihood:
         """The lower bound on log p(mel | text) of mels with uniform noise, estimated at `draws` noise levels.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of the noise, which is keyed by (seed, item, term, frame).
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             alignment: `marginal`, a bound on the sum over all alignments through the best one and its prior; or `best`:
                 a bound on the density given the best alignment, which depends on the mel.
             bound, draws, replicates: see `DDPM.log_likelihood`. The schedule of mels passes a third of its log-SNRs in
@@ -277,9 +259,7 @@ class MelDiffusion(AlignedModel):
         Each mel is solved alone at its own length, so that neither padding nor batch changes its steps.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of the noise and of the probes.
+            batch, weights, seed: see `GenerativeModel.log_likelihood`.
             alignment: as for `log_likelihood`.
             options: see `OdeLikelihood`.
         """

@@ -32,7 +32,6 @@ class RealNVP(FlowModel):
         scale = plain:   z_2 = s x_2 + t,   |det| = prod |s|,   |s| >= 2^-10
 
     Arguments:
-        spec: the data set this model is built for.
         couplings: number of couplings, for vectors.
         layout: parts for images, in order: `checkerboard*n` and `channel*n` couplings, `squeeze` and `split`.
         hidden: width of the coupling networks, one for all or (images) one for each group of couplings; null for 256
@@ -44,7 +43,7 @@ class RealNVP(FlowModel):
         dropout: probability of dropping a hidden value; gated networks have none.
         attention: attention block in the coupling networks for images, `none` for none.
         heads: heads of that block.
-        **shared: what all flows take, see `FlowModel`.
+        spec, **shared: see `FlowModel`.
 
     Example:
         >>> model = RealNVP(DataSpec("points", (2,)), hidden=16, ema_decay=0)
@@ -97,7 +96,6 @@ class Glow(FlowModel):
         level = squeeze, K x [actnorm, 1x1, coupling], factor out half of the channels
 
     Arguments:
-        spec: the data set this model is built for.
         levels: number of scales L; null for the most that fit, up to three.
         steps: steps K of each level.
         hidden: width of the coupling networks.
@@ -107,7 +105,7 @@ class Glow(FlowModel):
         learned_prior: whether factored-out channels are standardised by a network of the remaining ones.
         attention: attention block in the coupling networks, `none` for none.
         heads: heads of that block.
-        **shared: what all flows take, see `FlowModel`.
+        spec, **shared: see `FlowModel`.
 
     Example:
         >>> import torch
@@ -151,7 +149,6 @@ class NSF(FlowModel):
         z_2 = spline(x_2; net(x_1)),   or   z_i = spline(x_i; net(x_1 .. x_{i-1}))
 
     Arguments:
-        spec: the data set this model is built for.
         layers: number of couplings or autoregressive layers.
         kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to sample).
         transform: `spline`, or `affine`; affine and autoregressive is MAF.
@@ -161,7 +158,7 @@ class NSF(FlowModel):
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
         mix: map before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
-        **shared: what all flows take, see `FlowModel`.
+        spec, **shared: see `FlowModel`.
 
     Example:
         >>> NSF(DataSpec("points", (2,)), layers=2, bins=4).family
@@ -204,13 +201,12 @@ class MAF(FlowModel):
     The density takes one pass. A sample takes D passes, one after another, which together have the arithmetic of one.
 
     Arguments:
-        spec: the data set this model is built for.
         layers: number of layers, the order reversed from one to the next.
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
         mix: map before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
-        **shared: what all flows take, see `FlowModel`.
+        spec, **shared: see `FlowModel`.
 
     Example:
         >>> MAF(DataSpec("points", (2,)), layers=2).family
@@ -245,7 +241,6 @@ class Jet(FlowModel):
     Density and sample take one pass each.
 
     Arguments:
-        spec: the data set this model is built for.
         patch: positions along every side of a patch.
         couplings: number of couplings of each level.
         spatial: every `spatial`-th coupling is between positions instead of channels; 0 for none.
@@ -256,7 +251,7 @@ class Jet(FlowModel):
         expansion: hidden width of the perceptrons over the width of the tokens.
         attention: kind of attention, an entry of `ATTENTION`.
         places: add a learned vector to each token.
-        **shared: what all flows take, see `FlowModel`.
+        spec, **shared: see `FlowModel`.
 
     Example:
         >>> Jet(DataSpec("digits", (1, 8, 8), levels=17), couplings=2, width=16, depth=1, heads=2).family
@@ -308,7 +303,6 @@ class TarFlow(FlowModel):
     over all tokens (`sampler=jacobi`).
 
     Arguments:
-        spec: the data set this model is built for.
         patch: positions along every side of a patch; frames of a token, for sequences. None for 2 and 1.
         blocks: number of meta-blocks.
         width: width of the tokens.
@@ -325,7 +319,7 @@ class TarFlow(FlowModel):
         dropout: probability of dropping a value of a residual branch.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
         augment: standard deviation of the noise, for data in [-1, 1], in place of any dequantisation; 0 for none.
-        **shared: what all flows take, see `FlowModel`.
+        spec, **shared: see `FlowModel`.
 
     Example:
         >>> model = TarFlow(DataSpec("digits", (1, 8, 8), levels=17), blocks=2, width=16, depth=1, heads=2)
@@ -390,18 +384,14 @@ class TarFlow(FlowModel):
         return NoisyFlow(GaussianNoise(self.spec.levels, self.augment / 2), flow)
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """As for every flow, with some classes hidden; with `augment` nats per value of noisy data."""
+        """As for every flow, with some classes hidden; with `augment` bits per value of noisy data."""
         return super().loss(replace(batch, cond=self._hidden(self._cond(batch), generator)), generator)
 
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
         rows: int | None = None,
     ) -> Likelihood:
-        """See `FlowModel.log_likelihood`; none with `augment`, which gives a density of noisy data only.
-
-        Arguments:
-            batch, weights, seed, importance_samples, rows: see `FlowModel.log_likelihood`.
-        """
+        """See `FlowModel.log_likelihood`; none with `augment`, which gives a density of noisy data only."""
         if not self.augment:
             return super().log_likelihood(batch, weights=weights, seed=seed, importance_samples=importance_samples,
                                           rows=rows)

@@ -296,8 +296,7 @@ class Recognizer(GenerativeModel):
         """log p(text | mel), exact; by CTC minus infinity for texts with more characters than frames.
 
         Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
+            batch, weights: see `GenerativeModel.log_likelihood`.
             seed: unused, nothing is drawn.
             by: criterion of a `joint` model, by default `attention`, whose probability includes that of the end.
 
@@ -338,9 +337,7 @@ class Recognizer(GenerativeModel):
         lists = (how.second_pass(found) for found in core.ctc.search(h, frames, search))
         return [self._rescored(core, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
 
-    def _rescored(
-        self, core: RecognizerCore, h: Tensor, frames: Tensor, found: list[Hypothesis]
-    ) -> list[Hypothesis]:
+    def _rescored(self, core: RecognizerCore, h: Tensor, frames: Tensor, found: list[Hypothesis]) -> list[Hypothesis]:
         """The texts of a search by CTC, best first by w log p(CTC) + (1 - w) log p(decoder) + the language model."""
         if len(found) == 1:
             return found

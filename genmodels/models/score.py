@@ -50,32 +50,10 @@ _LANGEVIN_OPTIONS = ("sampler", "steps", "lengths", "path", "progress")
 _STEPS = 100  # of the default sampler
 
 
-class _Tempered(nn.Module):
-    """The scores of p^beta at every level."""
-
-    def __init__(self, model: NoiseConditionalScore, inverse_temperature: float):
-        super().__init__()
-        self.model, self.inverse_temperature = model, inverse_temperature
-
-    def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
-        return self.inverse_temperature * self.model.score_at(x, sigma, cond)
-
-
 def sample_levels(
-    model: NoiseConditionalScore,
-    shape: tuple[int, ...],
-    largest: float,
-    smallest: float,
-    generator: KeyedGenerator,
-    *,
-    sampler: str,
-    steps: int,
-    inverse_temperature: float = 1.0,
-    cond: Tensor | None = None,
-    mask: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-    callback: Callable[[int, Tensor], None],
+    model: NoiseConditionalScore, shape: tuple[int, ...], largest: float, smallest: float, generator: KeyedGenerator, *,
+    sampler: str, steps: int, inverse_temperature: float = 1.0, cond: Tensor | None = None, mask: Tensor | None = None,
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None, callback: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, int]:
     """(samples like `shape`, evaluations of the network for each), by `steps` levels that fall geometrically.
 
@@ -98,8 +76,9 @@ def sample_levels(
         corrections = 0 if torch.Size(shape[1:]).numel() <= _FEW else 1
         options = {"corrector_steps": corrections, "mask": mask}
         evaluations = (steps - 1) * (1 + corrections) + 1
+    tempered = NoiseConditionalScore(lambda *given: inverse_temperature * model.score_at(*given))  # of p^beta
     z = walk.function(
-        _Tempered(model, inverse_temperature), shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype,
+        tempered, shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype,
         device=device, callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options,
     )  # fmt: skip
     last = torch.full((len(z),), sigmas[-1], dtype=z.dtype, device=z.device)
@@ -181,11 +160,10 @@ class ScoreModel(DiffusionModel):
     `DDPM`. Those of score models, `predictor_corrector` and `annealed_langevin`, take the scores themselves.
 
     Arguments:
-        spec: the data set this model is built for.
         smallest: the smallest noise level; by default a quarter of the distance between two levels of integers, and
             0.01 for continuous data. A likelihood of integers needs noise that is smaller than this distance.
         time_sampler: how training draws its noise levels, see `DDPM`.
-        **shared: what all diffusion models take, see `DiffusionModel`.
+        spec, **shared: see `DiffusionModel`.
 
     Source: Song and Ermon 2019, section 4.2; the largest level: 2020, technique 1; the samplers: Song et al. 2021.
 

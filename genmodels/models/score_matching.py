@@ -98,9 +98,11 @@ class Encoding(nn.Module):
         """`(z, log |det dz/dx|)`, with fresh noise where integers or gaps are filled."""
         y, volume = self._continuous(x, generator)
         z = (y - self.location) / self.scale
+        affine = -self.scale.double().log().sum()
         if self.rotation is not None:
             z = z @ self.rotation
-        return z, volume + self._affine_volume()
+            affine = affine + torch.linalg.slogdet(self.rotation.double()).logabsdet
+        return z, volume + affine.to(self.scale.dtype)
 
     def decode(self, z: Tensor) -> Tensor:
         """The data of z; for integers the level of the cell."""
@@ -127,12 +129,6 @@ class Encoding(nn.Module):
         if self.gap is not None:
             y = y + self.gap * (uniform(y.shape, generator, dtype=y.dtype, device=y.device) - 0.5)
         return y, y.new_zeros(len(y))
-
-    def _affine_volume(self) -> Tensor:
-        volume = -self.scale.double().log().sum()
-        if self.rotation is not None:
-            volume = volume + torch.linalg.slogdet(self.rotation.double()).logabsdet
-        return volume.to(self.scale.dtype)
 
 
 def _median_gap(column: Tensor) -> Tensor:

@@ -337,9 +337,8 @@ class AlignedModel(TextModel):
     """A model of texts whose `core.tts` aligns mels by a monotonic search and predicts how long tokens last.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         duration_channels: width of the duration predictor.
-        **shared: what all models of texts take, see `TextModel`.
+        spec, **shared: see `TextModel`.
     """
 
     def __init__(self, spec: DataSpec, *, duration_channels: int = 256, **shared):

@@ -53,7 +53,6 @@ class MelDDPM(MelDiffusion):
     without the prior is reported separately, since A* depends on the mel.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         schedule: the noise schedule.
         zero_terminal_snr: change the schedule so that no signal is left at t = 1.
         parameterisation: what the network predicts, see `DDPM`.
@@ -62,7 +61,7 @@ class MelDDPM(MelDiffusion):
         time_sampler: how training draws its times.
         variance: variance of the reverse steps; by default `learned` with `hybrid`, else `beta`.
         self_conditioning: the network also sees its last estimate of the data.
-        **shared: what all diffusion models of mels take, see `MelDiffusion`.
+        spec, **shared: see `MelDiffusion`.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
@@ -119,22 +118,14 @@ class MelFlowMatching(MelDiffusion):
     samplers are those of `MelDDPM`.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
         sigma_min: noise that `linear` leaves at t = 0.
         time_sampler: how training draws its times.
-        **shared: what all diffusion models of mels take, see `MelDiffusion`.
+        spec, **shared: see `MelDiffusion`.
 
     Source: Mehta et al., "Matcha-TTS: a fast TTS architecture with conditional flow matching", 2024, section 3.
 
-    Example:
-        >>> from genmodels.speech.text import CHARACTERS
-        >>> text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
-        >>> spec = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
-        >>> small = {"channels": 8, "depth": 1, "hidden": 8}
-        >>> model = MelFlowMatching(spec, encoder=small, net={"channels": 8, "multipliers": [1, 2]}).eval()
-        >>> model.sample(1, text="a cab", durations=[[2] * 5], steps=4).x.shape
-        torch.Size([1, 4, 10])
+    Example: as for `MelDDPM`.
     """
 
     family = "mel_flow_matching"
@@ -177,23 +168,15 @@ class MelEnergy(MelDiffusion):
     Langevin from N(m, I), or by the samplers of diffusion.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         schedule: the noise schedule.
         time_sampler: how noise levels are drawn in training.
         net: options of the U-Net; each evaluation also takes its gradient, at two to three times the cost of `MelDDPM`.
-        **shared: what all diffusion models of mels take, see `MelDiffusion`.
+        spec, **shared: see `MelDiffusion`.
 
     Source: Song and Ermon 2019 (annealed Langevin); Salimans and Ho 2021 (energies of this form); Popov et al. 2021
     (the mean and the schedule).
 
-    Example:
-        >>> from genmodels.speech.text import CHARACTERS
-        >>> text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
-        >>> spec = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
-        >>> small = {"channels": 8, "depth": 1, "hidden": 8}
-        >>> model = MelEnergy(spec, encoder=small, net={"channels": 8, "multipliers": [1, 2]}).eval()
-        >>> model.sample(1, text="a cab", durations=[[2] * 5], steps=10).x.shape
-        torch.Size([1, 4, 10])
+    Example: as for `MelDDPM`.
     """
 
     family = "mel_energy"
@@ -231,9 +214,7 @@ class MelEnergy(MelDiffusion):
         return []
 
     @torch.no_grad()
-    def energies(
-        self, batch: Batch, *, log_snr: float = FINEST, weights: str | float = "ema", seed: int = 0
-    ) -> Tensor:
+    def energies(self, batch: Batch, *, log_snr: float = FINEST, weights: str | float = "ema", seed: int = 0) -> Tensor:
         """(B,) E of noisy mels around the means of their best alignments, scaled by alpha of a noise level.
 
         The noise is that of the mel, of width `noise`; no noise of the level is added. Only differences between mels of
@@ -263,7 +244,6 @@ class Tacotron(TextModel):
     number of frames, as for `model=glow_tts`, without the probability of the stop.
 
     Arguments:
-        spec: the data set this model is built for, mels with texts.
         attention: of the decoder to the text: `location`; `location_previous` without the sum of earlier weights;
             `additive`, `scaled_dot`, `hard` or `local_monotonic`.
         hidden: width of the LSTM cells.
@@ -273,7 +253,7 @@ class Tacotron(TextModel):
         frames_per_step: how many frames a step of the decoder predicts, the reduction factor.
         checkpointing: recompute the decoder in the backward pass, 64 steps at a time, instead of storing its
             activations.
-        **shared: what all models of texts take, see `TextModel`.
+        spec, **shared: see `TextModel`.
 
     Raises:
         InputError: for data without texts or without mels, and options that the decoder refuses.
@@ -337,13 +317,7 @@ class Tacotron(TextModel):
         return core.tacotron(u, memory, generator, batch.mask)
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """log p(mel | text, number of frames) of mels with uniform noise, for one draw of the prenet's dropout.
-
-        Arguments:
-            batch: items in the data's own units.
-            weights: `ema`, `raw`, or one of the decays kept.
-            seed: seed of noise and dropout, which are keyed by (seed, item).
-        """
+        """log p(mel | text, number of frames) of mels with uniform noise, for one draw of the prenet's dropout."""
         batch, generator = self.keyed(batch, seed)
         with torch.no_grad():
             u, volume = self.units(batch, generator)

@@ -111,10 +111,8 @@ class AbsoluteAttention(nn.Module):
     The codes are the sinusoids of Vaswani et al., half of the channels for each axis of a map of any size.
 
     Arguments:
-        dim: width D of x and y.
-        heads: number of heads; divides D.
+        dim, heads, dropout: see `Attention`.
         dims: 1 or 2 spatial dimensions.
-        dropout: probability of dropping a weight, in training.
 
     Shapes: `x (B, L, D)`, row by row in two dimensions, `mask (B, 1, L)` bool, `space` height and width; y like x.
     Errors: ValueError when `heads` does not divide `dim`, or for a map without `space`.

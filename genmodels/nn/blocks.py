@@ -32,7 +32,7 @@ class GroupNorm(nn.Module):
         y = (x - mean_g) / sqrt(var_g + eps) * a + b,   (a, b) learned, or (1 + scale, shift) given per example
 
     Mean and variance are over the channels of a group and the valid positions, in float32 or wider; positions outside
-    the mask are zero.
+    the mask are zero. A single channel at a single position has no variance: its value is lost.
 
     Arguments:
         channels: channels of the map; `group_count` makes the groups.
@@ -423,9 +423,7 @@ class ConditionEmbedding(nn.Module):
         torch.Size([2, 16])
     """
 
-    def __init__(
-        self, features: int, hidden: int, width: int, num_classes: int | None = None, two_times: bool = False
-    ):
+    def __init__(self, features: int, hidden: int, width: int, num_classes: int | None = None, two_times: bool = False):
         super().__init__()
         if features < 2 or features % 2:
             raise ValueError(f"the noise-level features need an even width of at least 2, got {features}")

@@ -183,11 +183,7 @@ class TokenTransformer(nn.Module):
         self.leave = zeroed(nn.Linear(width, out_features))
 
     def forward(
-        self,
-        x: Tensor,
-        c: Tensor | None = None,
-        mask: Tensor | None = None,
-        space: tuple[int, int] | None = None,
+        self, x: Tensor, c: Tensor | None = None, mask: Tensor | None = None, space: tuple[int, int] | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
         h = self.enter(x)
@@ -201,9 +197,7 @@ class TokenTransformer(nn.Module):
         """A cache for every block, for `decode`."""
         return [Slots(length) for _ in self.blocks]
 
-    def decode(
-        self, x: Tensor, slots: list[Slots], mask: Tensor | None = None, added: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, x: Tensor, slots: list[Slots], mask: Tensor | None = None, added: Tensor | None = None) -> Tensor:
         """The output for new tokens of a causal sequence, without condition; see `Attention.decode`."""
         h = self.enter(x)
         h = h if added is None else h + added

@@ -90,8 +90,8 @@ class EnergyMLP(nn.Module):
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise InputError(f"hidden = {list(hidden)} must list the widths of at least one layer")
-        if not input_gain > 0:
-            raise InputError(f"input_gain must be positive, got {input_gain}")
+        if not 0 < input_gain < math.inf:
+            raise InputError(f"input_gain must be positive and finite, got {input_gain}")
         self.event_shape, self.checkpointing = tuple(event_shape), checkpointing
         widths = [math.prod(event_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]

@@ -51,8 +51,7 @@ def write_page(table: Table, arrays: list[Mapping[str, np.ndarray]], target: Pat
         arrays: the arrays of each model, in the same order: likelihoods of items, samples, densities.
         target: the file.
     """
-    page = render(table, arrays)
-    write_text(target, page + "\n")
+    write_text(target, render(table, arrays) + "\n")
 
 
 def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
@@ -65,17 +64,13 @@ def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
     warnings += table.warnings
     content = {name: make(table, models) for name, _, make in SECTIONS}
     shown = [(name, heading) for name, heading, _ in SECTIONS if content[name] or name in ("summary", "making")]
+    who = models[0].name if len(models) == 1 else f"{len(models)} models"
     return TEMPLATES.get_template("page.html").render(
-        title=_title(table, models), introduction=_introduction(table), content=content, models=models,
-        sections=shown, headline=likelihoods.headline(models), failures=failures,
+        title=f"Evaluation of {who} on {table.data.name}, {table.data.split} split", introduction=_introduction(table),
+        content=content, models=models, sections=shown, headline=likelihoods.headline(models), failures=failures,
         warnings=list(dict.fromkeys(warnings)), conclusions=table.conclusions, notes=_notes(table),
         command=table.command, version=table.genmodels["version"], light=LIGHT, dark=DARK,
     )
-
-
-def _title(table: Table, models: list[Model]) -> str:
-    who = models[0].name if len(models) == 1 else f"{len(models)} models"
-    return f"Evaluation of {who} on {table.data.name}, {table.data.split} split"
 
 
 def _introduction(table: Table) -> str:
@@ -292,8 +287,7 @@ def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
 
 def write_report(report: Any, target: Path) -> None:
     """Write a report or a table whole as JSON; numbers that are not finite become null."""
-    text = json.dumps(plain(report), indent=1, allow_nan=False)
-    write_text(target, text + "\n")
+    write_text(target, json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
 
 
 def in_one_network(reports: list[Report]) -> list[Report]:

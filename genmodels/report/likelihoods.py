@@ -44,15 +44,12 @@ def headline(models: list[Model]) -> list[tuple[str, str, str]]:
         recipe = ", ".join(dict.fromkeys(filter(None, f"{line.label}, {line.how}".split(", "))))
         words = f"{_lower(title)}: {meaning}. "
         if line.kind != "unnormalised":
-            words += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items{_errors(line)}."
+            over = " and ".join(name for name, part in line.parts_of_error.items() if part)
+            errors = f", standard error over {over}" if over else ""
+            words += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items{errors}."
             words += f" {line.unreliable.capitalize()}." if line.unreliable else ""
         entries.append((model.name, with_mark(line), words))
     return entries
-
-
-def _errors(line: LikelihoodLine) -> str:
-    over = " and ".join(name for name, part in line.parts_of_error.items() if part)
-    return f", standard error over {over}" if over else ""
 
 
 def main_table(table: Table, models: list[Model]) -> list[Listing]:

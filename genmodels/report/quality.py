@@ -140,9 +140,10 @@ def fidelity(models: list[Model], scale: Scale | None) -> list:
     for (name, digest), some in grouped(measured, _network).items():
         rows = []
         for model in some:
-            found = model.report.fidelity
+            found, copies = model.report.fidelity, model.report.fidelity.memorisation
             rows.append([model.name, *_measures(found), _accuracy(found.class_accuracy),
-                         _accuracy(found.likelihood_accuracy), _copies(found.memorisation)])
+                         _accuracy(found.likelihood_accuracy),
+                         Styled(copies["said"], "bad") if copies["flagged"] else copies["said"]])
         if scale is not None and scale.network == name:  # references, measured in the same way
             rows += [[what, *_measures(found), "", "", ""] for what, found in scale.rows.items()]
         network = some[0].report.fidelity.network
@@ -184,10 +185,6 @@ def _accuracy(found: dict | None) -> str:
 def _between(found: dict, key: str = "interval") -> str:
     low, high = found.get(key) or (None, None)
     return "" if low is None else f" ({percent(low)} to {percent(high)})"
-
-
-def _copies(found: dict) -> str | Styled:
-    return Styled(found["said"], "bad") if found["flagged"] else found["said"]
 
 
 def _confusion(model: Model) -> Listing | None:

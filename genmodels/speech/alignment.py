@@ -26,12 +26,8 @@ class Alignment(NamedTuple):
 
 @torch.no_grad()
 def monotonic_alignment_search(
-    scores: Tensor,
-    text_mask: Tensor | None = None,
-    frame_mask: Tensor | None = None,
-    *,
-    names: list[str] | None = None,
-    implementation: Literal["auto", "torch", "numpy", "numba"] = "auto",
+    scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None, *,
+    names: list[str] | None = None, implementation: Literal["auto", "torch", "numpy", "numba"] = "auto",
 ) -> Alignment:
     """The monotonic path of the largest score, in which every token has a frame and every frame one token.
 
@@ -233,9 +229,7 @@ def log_paths(tokens: Tensor, frames: Tensor) -> Tensor:
     return torch.lgamma(t) - torch.lgamma(n) - torch.lgamma(t - n + 1)
 
 
-def log_mean_over_paths(
-    scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None
-) -> Tensor:
+def log_mean_over_paths(scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None) -> Tensor:
     """The log of the mean, over all monotonic paths, of the exponential of their scores: a uniform prior of alignments.
 
     Shapes and errors: those of `forward_sum`; the result is float64.

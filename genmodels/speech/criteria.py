@@ -219,9 +219,7 @@ class PyramidalLSTM(nn.Module):
 
     chunk = None  # of streams, as of `SpeechEncoder`
 
-    def __init__(
-        self, n_mels: int, *, channels: int = 256, subsampling: Literal[2, 4, 8] = 4, dropout: float = 0.1
-    ):
+    def __init__(self, n_mels: int, *, channels: int = 256, subsampling: Literal[2, 4, 8] = 4, dropout: float = 0.1):
         super().__init__()
         at_least(1, n_mels=n_mels, channels=channels)
         if channels % 2 or subsampling not in (2, 4, 8):
@@ -359,9 +357,7 @@ class AttentionDecoder(nn.Module):
         place = torch.arange(heard.h.shape[1], device=heard.h.device)
         return heard._replace(mask=heard.mask & (place <= (trigger + self.delay)[:, None, None]))
 
-    def log_prob(
-        self, h: Tensor, frames: Tensor, y: Tensor, counts: Tensor, triggers: Tensor | None = None
-    ) -> Tensor:
+    def log_prob(self, h: Tensor, frames: Tensor, y: Tensor, counts: Tensor, triggers: Tensor | None = None) -> Tensor:
         """log p(y | h) in nats with the end of the text, `(B,)`."""
         return -cross_entropy(self(h, frames, y, counts, triggers=triggers), y, counts)
 

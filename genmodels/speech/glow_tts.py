@@ -164,9 +164,7 @@ class GlowTTS(nn.Module):
         return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet, wide(mu))
 
     @torch.no_grad()
-    def text_log_probs(
-        self, y: Tensor, tokens: Tensor, text_mask: Tensor, speaker: Tensor | None = None
-    ) -> Tensor:
+    def text_log_probs(self, y: Tensor, tokens: Tensor, text_mask: Tensor, speaker: Tensor | None = None) -> Tensor:
         """log p(y | text k) of one mel under K texts, (K,) nats, without the log-determinant, which they share.
 
         Shapes: `y (1, n_mels, T)` without padding, `tokens (K, N)`, `text_mask (K, 1, N)`, `speaker (1, C)`.

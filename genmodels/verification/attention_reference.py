@@ -34,7 +34,7 @@ Space = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """A position scheme for one query i and one key j, absolute indices, of head h; each part is optional.
+    """A position scheme for one query i and one key j, absolute indices, of head h; a part not given changes nothing.
 
     Arguments:
         turn: `(position, vector (d,), index, space) -> (d,)`, of queries and keys alike.
@@ -43,10 +43,10 @@ class Rule:
         value: `(position, h, i, j, space) -> (d,)`.
     """
 
-    turn: Callable | None = None
-    query: Callable | None = None
-    score: Callable | None = None
-    value: Callable | None = None
+    turn: Callable = lambda position, x, index, space: x
+    query: Callable = lambda position, h: 0
+    score: Callable = lambda position, h, q, i, j, space: 0
+    value: Callable = lambda position, h, i, j, space: 0
 
 
 def encoded_distance(r: int, dim: int) -> list[float]:
@@ -130,10 +130,6 @@ def _turned(x: Tensor, index: int, base: float, layout: str) -> Tensor:
     return torch.stack(y)
 
 
-def _rotary_turn(position, x, index, space):
-    return _turned(x, index, position.base, position.layout)
-
-
 def _rotary_2d_turn(position, x, index, space):
     y, column = divmod(index, space[1])
     half = len(x) // 2
@@ -156,25 +152,20 @@ def _swin_score(position, h, q, i, j, space):
 
 
 def _mel_turn(position, x, index, space):
-    rule = rule_of(position.time)
-    return x if rule.turn is None else rule.turn(position.time, x, index % space[1], None)
+    return rule_of(position.time).turn(position.time, x, index % space[1], None)
 
 
 def _mel_query(position, h):
-    rule = rule_of(position.time)
-    return 0 if rule.query is None else rule.query(position.time, h)
+    return rule_of(position.time).query(position.time, h)
 
 
 def _mel_score(position, h, q, i, j, space):
     (fi, ti), (fj, tj) = divmod(i, space[1]), divmod(j, space[1])
-    rule = rule_of(position.time)
-    time = 0 if rule.score is None else rule.score(position.time, h, q, ti, tj, None)
-    return time + position.F[h, fi, fj]
+    return rule_of(position.time).score(position.time, h, q, ti, tj, None) + position.F[h, fi, fj]
 
 
 def _mel_value(position, h, i, j, space):
-    rule = rule_of(position.time)
-    return 0 if rule.value is None else rule.value(position.time, h, i % space[1], j % space[1], None)
+    return rule_of(position.time).value(position.time, h, i % space[1], j % space[1], None)
 
 
 #: The equations of each scheme; add a rule to check another one.
@@ -185,7 +176,7 @@ RULES: dict[type[Position], Rule] = {
     MusicTransformer: Rule(score=_music_score),
     T5Bias: Rule(score=_t5_score),
     ALiBi: Rule(score=_alibi_score),
-    Rotary: Rule(turn=_rotary_turn),
+    Rotary: Rule(turn=lambda position, x, index, space: _turned(x, index, position.base, position.layout)),
     Rotary2d: Rule(turn=_rotary_2d_turn),
     Swin2d: Rule(score=_swin_score),
     MelPosition: Rule(turn=_mel_turn, query=_mel_query, score=_mel_score, value=_mel_value),
@@ -241,8 +232,7 @@ def reference_attention(
 
     @cache
     def key_of(b: int, h: int, j: int) -> Tensor:
-        k = whole_key(b, j)[h * d : (h + 1) * d]
-        return k if rule.turn is None else rule.turn(position, k, start + j, space)
+        return rule.turn(position, whole_key(b, j)[h * d : (h + 1) * d], start + j, space)
 
     for b in range(batch):
         for i in range(Lq):
@@ -252,25 +242,19 @@ def reference_attention(
             heads, query = [], attention.project_q(x[b, i])
             for h in range(H):
                 part = slice(h * d, (h + 1) * d)
-                q = query[part]
-                q = q if rule.turn is None else rule.turn(position, q, offset + i, space)
-                u = 0 if rule.query is None else rule.query(position, h)
-                seen = []
+                q = rule.turn(position, query[part], offset + i, space)
+                u, seen = rule.query(position, h), []
                 for j in range(Lk):
                     if not may_attend(attention, offset + i, start + j) or not valid_key(key_mask, b, h, i, j):
                         continue
                     s = (q + u) @ key_of(b, h, j) / math.sqrt(d)
-                    if rule.score is not None:
-                        s = s + rule.score(position, h, q, offset + i, start + j, space)
-                    seen.append((j, s))
+                    seen.append((j, s + rule.score(position, h, q, offset + i, start + j, space)))
                 head = torch.zeros_like(q)
                 total = torch.logsumexp(torch.stack([s for _, s in seen]), 0) if seen else None
                 for j, s in seen:
                     a = (s - total).exp()
                     weights[b, h, i, j] = a.detach()
-                    v = whole_value(b, j)[part]
-                    if rule.value is not None:
-                        v = v + rule.value(position, h, offset + i, start + j, space)
+                    v = whole_value(b, j)[part] + rule.value(position, h, offset + i, start + j, space)
                     head = head + a * v
                 heads.append(head)
             outputs.append(attention.project_out(torch.cat(heads)))

@@ -397,7 +397,7 @@ def counting(total: int, shown: bool, unit: str = "check") -> Iterator[Callable[
         yield watch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """How a model or a layer is checked.
 

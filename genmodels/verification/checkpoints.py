@@ -19,14 +19,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import DDPMSampler, DPMSolverPP2MSampler
 from genmodels.models.base import GenerativeModel
-from genmodels.models.density import (
-    is_diffusion,
-    is_energy,
-    is_flow,
-    is_masked_diffusion,
-    is_of_noisy_data,
-    mass_of,
-)
+from genmodels.models.density import is_diffusion, is_energy, is_flow, is_masked_diffusion, is_of_noisy_data, mass_of
 from genmodels.models.few_steps import StepModel
 from genmodels.verification.check import (
     NO_TIME,

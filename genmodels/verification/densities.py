@@ -243,8 +243,7 @@ def rows(s: EnergySubject) -> Measured:
     return Measured(float(errors(alone, together).max()))
 
 
-@ENERGY_CHECKS.add("nothing modified", 0.0,
-                 "energy and score change neither x nor the state, and are the same again")
+@ENERGY_CHECKS.add("nothing modified", 0.0, "energy and score change neither x nor the state, and are the same again")
 def unmodified(s: EnergySubject) -> Measured:
     """Energy and score twice, and x and the state dict before and after."""
     x, state = s.x.clone(), copy.deepcopy(s.energy.state_dict())

@@ -294,17 +294,14 @@ def no_signal(s: SamplerSubject) -> Measured:
     return Measured(float((~torch.isfinite(found)).sum()))
 
 
-def _draws_noise(s: SamplerSubject) -> bool:
-    again, _, _ = _one_step(s)
-    with torch.no_grad():
-        return bool((again(2)[0] != again(3)[0]).any())
-
-
 @SAMPLER_CHECKS.add("trajectory", 0.3,
                   "without noise, samples of N(m, c^2) follow x_s - alpha_s m = sqrt(V_s / V_t) (x_t - alpha_t m)")
 def trajectory(s: SamplerSubject) -> Measured:
     """The error is 1 minus the order of convergence; 0 for an exact sampler."""
-    if _draws_noise(s):
+    again, _, _ = _one_step(s)
+    with torch.no_grad():
+        draws_noise = bool((again(2)[0] != again(3)[0]).any())
+    if draws_noise:
         raise NotApplicable("draws noise: there is no deterministic trajectory")
     ends = s.exact.schedule.log_snr(torch.tensor(_ENDS, dtype=torch.float64))
     (alpha_t, alpha_s), (sigma_t, sigma_s) = alpha_sigma(ends)

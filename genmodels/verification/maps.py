@@ -108,8 +108,7 @@ def sum_of_layers(s: Subject) -> Measured:
     if len(steps) < 2:
         raise NotApplicable("a single layer")
     z, logdet = s.run(s.x)
-    return worst({"log-det": relative(logdet, sum(step.logdet for step in steps)),
-                  "z": relative(z, steps[-1].z)})
+    return worst({"log-det": relative(logdet, sum(step.logdet for step in steps)), "z": relative(z, steps[-1].z)})
 
 
 @CHECKS.add("kept part", 0.0, "a coupling leaves its kept part unchanged, bit for bit")
@@ -128,8 +127,7 @@ def kept_part(s: Subject) -> Measured:
 MASK_CHECKS = CheckSet()
 
 
-@MASK_CHECKS.add("masked content", 1e-12,
-               "values outside the mask change nothing, get no gradient and become zeros")
+@MASK_CHECKS.add("masked content", 1e-12, "values outside the mask change nothing, get no gradient and become zeros")
 def masked_content(s: Subject) -> Measured:
     """Other numbers and NaN in the padding, both ways, and the gradient with respect to it."""
     mask = s.mask()

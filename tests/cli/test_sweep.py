@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import textwrap
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,18 @@ def test_resume_runs_only_what_is_missing(points, capsys):
     assert "3 of 4 points done (2 of them before)" in printed and "seed=0  = 0.25(3)" in printed
     points.clear()
     assert cli.main([*words, "seed=0,4", f"resume={only_sweep()}"]) == 0 and points == []
+
+
+def test_a_point_with_a_damaged_result_is_not_finished(tmp_path):
+    point, config, outcome = Point("train", ("seed",), str(tmp_path), ()), {"seed": 0}, Outcome({}, 0.25, 100, "a")
+    settings = {"model": None, "data": None, "trainer": None, "seed": 0, "init": None}
+    whole = json.dumps({"config": settings, "outcome": asdict(outcome)})
+    (tmp_path / "seed-0").mkdir()
+    found = []
+    for text in (whole, whole[:-9], "[]", whole.replace("step", "stop"), whole.replace("0.25", "null")):
+        (tmp_path / "seed-0" / "result.json").write_text(text)
+        found.append(point.finished(["seed=0"], config))
+    assert found == [outcome, None, None, None, None]
 
 
 def test_a_folder_alone_brings_the_settings_of_its_sweep(points, capsys):

@@ -262,7 +262,7 @@ def of(model_class, spec: DataSpec, batch: Batch, *, patience: float = 60.0, **o
         torch.manual_seed(0)
         return model_class(spec, **options)
 
-    how = Options(True, patience=patience, compiler=None, progress=False)
+    how = Options(randomise=True, patience=patience, compiler=None, progress=False)
     return verify(make(), make, batch.rows(slice(0, 3)), batch, how)
 
 
@@ -302,7 +302,7 @@ def test_a_family_without_checks():
     model = DDPM(spec)
     model.core, model.family = torch.nn.Identity(), "unknown"
     with pytest.raises(ValueError, match="nothing to verify for the family unknown"):
-        verify(model, lambda: model, None, None, Options(True))
+        verify(model, lambda: model, None, None, Options(randomise=True))
 
 
 def test_layers_are_alike_only_if_their_settings_are():

@@ -322,10 +322,13 @@ def test_faulty_labels_are_those_of_their_own_file(tmp_path, refuses):
 
 def test_whether_numbers_of_columns_are_an_item_is_always_said(tmp_path, capsys):
     """pandas writes 0,1,... above columns without names, and 0 above one, which is as likely an item."""
-    for first, items, said in (("0,1", 20, "line 1 only numbers the columns, as pandas does without names,"),
-                               ("a,b", 20, None), ("0,1.0", 21, None), ("1,2", 21, None),
-                               ("0", 21, "the 0 in line 1 is an item; if it is a heading (pandas writes one),")):
-        row = ",".join(["5"] * (1 + first.count(",")))
+    item = "the whole numbers in line 1 are an item; if they are a heading"
+    for first, value, items, said in (
+        ("0,1", "5", 20, "line 1 only numbers the columns, as pandas does without names,"), ("a,b", "5", 20, None),
+        ("0,1.0", "5", 21, None), ("1,2", "5", 21, None), ("0", "5", 21, item), ("0", "0.5", 21, item),
+        ("10,20", "0.5", 21, item), ("1,2.5", "0.5", 21, None),
+    ):
+        row = ",".join([value] * (1 + first.count(",")))
         (tmp_path / "t.csv").write_text("\n".join([first, *[row] * 20]))
         data = Arrays(file=str(tmp_path / "t.csv")).prepare()
         assert sum(len(data.split(split)) for split in SPLITS) == items

@@ -124,7 +124,8 @@ def test_no_signal_at_the_end_is_no_obstacle():
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"replicates": 1}, "at least 2"), ({"draws": 0}, "at least 1"), ({"first": 0.0}, "without noise")],
+    [({"replicates": 1}, "at least 2"), ({"draws": 0}, "at least 1"), ({"chunk": 0}, "chunk must be at least 1"),
+     ({"first": 0.0}, "without noise")],
 )
 def test_errors(change, message):
     denoiser = exact_denoiser(schedule=LinearSchedule())

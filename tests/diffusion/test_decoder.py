@@ -222,6 +222,12 @@ def test_discrete_decoder_needs_levels(levels):
         DiscretisedGaussian(levels)
 
 
+@pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan])
+def test_a_fixed_scale_is_positive(scale):
+    with pytest.raises(ValueError, match="give a finite number above 0"):
+        Gaussian(scale=scale)
+
+
 def test_gaussian_is_a_density():
     grid = torch.linspace(-9, 9, 4001, dtype=torch.float64)
     mean, scale = torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)

@@ -179,8 +179,9 @@ def test_the_sampler_lands_on_the_data_and_draws_fresh_noise():
 def test_what_it_refuses():
     with pytest.raises(ValueError, match="weighting must be one of ict"):
         Consistency(weighting="snr")
-    with pytest.raises(ValueError, match="at least one stage"):
-        Consistency(stages=0)
+    for wrong in ({"stages": 0}, {"huber": math.inf}):
+        with pytest.raises(ValueError, match="at least one stage"):
+            Consistency(**wrong)
 
 
 PATHS = {name: make_path(name, 16) for name in ("linear", "cosine", "vp_cosine")}

@@ -204,5 +204,6 @@ def test_the_weight_has_no_gradient():
     MeanFlow(power=1.0, c=1e-3).weigh(mse).sum().backward()
     torch.testing.assert_close(mse.grad, 1 / torch.tensor([0.501, 4.001]))
     assert torch.equal(MeanFlow(power=0.0).weigh(mse), mse)
-    with pytest.raises(ValueError, match="power from 0 to 1"):
-        MeanFlow(power=2.0)
+    for wrong in ({"power": 2.0}, {"c": float("inf")}):
+        with pytest.raises(ValueError, match="power from 0 to 1"):
+            MeanFlow(**wrong)

@@ -188,8 +188,9 @@ def test_the_pairs_of_the_global_batch_whatever_the_processes():
 def test_unknown_names_are_answered():
     with pytest.raises(ValueError, match="coupling must be one of"):
         Coupling("optimal")
-    with pytest.raises(ValueError, match="blur = 0: give a positive number"):
-        Coupling("sinkhorn", blur=0)
+    for blur in (0, math.inf):
+        with pytest.raises(ValueError, match=f"blur = {blur}: give a finite number above 0"):
+            Coupling("sinkhorn", blur=blur)
     with pytest.raises(ValueError, match="path must be one of linear, cosine, vp_linear"):
         make_path("straight", 10)
     with pytest.raises(ValueError, match="sigma_min is for path=linear"):

@@ -241,6 +241,10 @@ def test_linear_refuses_small_T_and_names_the_smallest(num_steps):
         lambda: CosineSchedule(log_snr_max=-1.0, log_snr_min=1.0),
         lambda: LinearLogSnrSchedule(log_snr_max=math.inf),
         lambda: SigmoidSchedule(width=0.0),
+        lambda: SigmoidSchedule(width=1e3),
+        lambda: LinearContinuousSchedule(beta_max=math.inf),
+        lambda: LinearSchedule(beta_end=math.inf),
+        lambda: LinearSchedule(beta_end=math.nan),
     ],
 )
 def test_bad_arguments_raise_one_line(build, refuses):

@@ -260,8 +260,9 @@ def test_in_the_objective(name):
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: MinSNR(gamma=0), lambda: P2(k=-1), lambda: EDMWeighting(std=0), lambda: EDM(sigma_data=0)],
+    [lambda: MinSNR(gamma=0), lambda: P2(k=-1), lambda: EDMWeighting(std=math.inf), lambda: EDM(sigma_data=0),
+     lambda: EDM(sigma_data=math.inf)],
 )
 def test_errors(build):
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="above 0"):
         build()

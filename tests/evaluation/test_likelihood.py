@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
@@ -19,6 +20,7 @@ from genmodels.evaluation.evaluate import Evaluation
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.report import plain
 from genmodels.models.build import build
+from genmodels.models.ddpm import DDPM
 from tests.gaussian_models import GaussianFlow, save
 from tests.two_processes import fork, in_two
 
@@ -137,3 +139,15 @@ def test_the_bracket_of_mels_is_in_the_unit_of_their_value():
 def test_results_of_one_method_are_not_those_of_another():
     lines = [likelihood.Line("", method, {"seed": 0}) for method in ("log_likelihood", "ode_likelihood")]
     assert lines[0].settings != lines[1].settings
+
+
+def test_only_the_bound_of_single_steps_limits_the_draws():
+    model = DDPM(DataSpec("plane", (2,)), num_steps=5)
+
+    def lines(bound: str) -> list:
+        return likelihood.lines_of(Opened(Path(), model, {}, None, Request(draws=9, bound=bound, ode=False), 4))[0]
+
+    assert [line.options["draws"] for line in lines("continuous")] == [9]
+    for bound in ("auto", "both"):
+        with pytest.raises(ValueError, match=r"draws must lie in 1\.\.4"):
+            lines(bound)

@@ -101,7 +101,7 @@ def test_a_recording_is_edited_in_the_voice_of_its_speaker():
     tokens, mask = torch.tensor([TextReader(spec).tokens("a cab")]), torch.ones(1, 1, 5, dtype=torch.bool)
     batch = Batch(torch.zeros(1, 2, 8), TextCondition(tokens, mask, torch.tensor([1])), mask=None)
     durations = torch.tensor([[1, 2, 1, 3, 1]])
-    model = SimpleNamespace(spec=spec, device="cpu", aligned=lambda batch: SimpleNamespace(durations=durations))
-    found = _speech_options(model, batch, None)
+    model = SimpleNamespace(spec=spec, device="cpu", aligned=lambda *_: SimpleNamespace(durations=durations))
+    found = _speech_options(model, batch, None, "ema")
     assert found == {"text": "a cab", "durations": durations.tolist(), "seconds": 0.1, "cond": 1}
-    assert _speech_options(model, batch, "anna")["cond"] == "anna"
+    assert _speech_options(model, batch, "anna", "ema")["cond"] == "anna"

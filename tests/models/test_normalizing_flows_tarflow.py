@@ -57,24 +57,28 @@ def test_its_noise_has_the_size_asked_for():
     assert (contribution == 0).all()
 
 
-def test_samples_are_denoised_by_the_score():
-    model = made(augment=0.2, preprocess="centre").double()
+@pytest.mark.parametrize("cond", [None, torch.tensor([3, 0, 7])])
+def test_samples_are_denoised_by_the_score(cond):
+    """Given the class, by the score given that class."""
+    model = made(augment=0.2, preprocess="centre", class_conditional=cond is not None).double()
     with torch.no_grad():
-        y, x = (draw(3, None, generator=KeyedGenerator(5, torch.arange(3), "sample"))
+        y, x = (draw(3, cond, generator=KeyedGenerator(5, torch.arange(3), "sample"))
                 for draw in (model.core.flow.sample, model.core.points))
     v = y.clone().requires_grad_()
-    (score,) = torch.autograd.grad(model.core.flow.log_prob(v).sum(), v)
+    (score,) = torch.autograd.grad(model.core.flow.log_prob(v, cond).sum(), v)
     assert torch.allclose(x, y + 0.1**2 * score, atol=1e-12) and (x - y).abs().max() > 1e-3
-    assert torch.equal(model.sample(3, seed=5).x, model.core.quantise(x).to(torch.uint8))
+    given = {} if cond is None else {"cond": cond.tolist()}
+    assert torch.equal(model.sample(3, seed=5, **given).x, model.core.quantise(x).to(torch.uint8))
 
 
 @pytest.mark.parametrize("sampler", ["gauss_seidel", "jacobi"])
 def test_samplers_agree_within_their_tolerance(sampler):
-    model = made(size=0.03)
+    model = made(size=0.06)
     one = model.sample(4, sampler="sequential")
     other = model.sample(4, sampler=sampler)
     assert other.made["sampler"] == sampler and other.made["evaluations"] < one.made["evaluations"] == 2 * 15
-    assert (one.x.int() - other.x.int()).abs().max() <= 1
+    moved = (one.x.int() - other.x.int()).abs()  # only values at the end of a cell; at a tolerance of 0.1 four of 256
+    assert moved.max() <= 1 and moved.sum() <= 1
     assert all(block.decoding == Decoding() for block in model.modules() if isinstance(block, MetaBlock))
 
 

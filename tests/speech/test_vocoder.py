@@ -106,12 +106,15 @@ def test_errors(tmp_path, monkeypatch):
         weights_folder()
 
 
-def test_a_file_with_more_than_weights_is_refused(tmp_path):
+def test_a_file_that_is_cut_or_holds_more_than_weights_is_refused(tmp_path):
     sizes = {"sampling_rate": 22050, "n_fft": 1024, "hop_size": 256, "num_mels": 80, "fmin": 0, "fmax": 8000}
     (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-    torch.save({"generator": Path}, tmp_path / "generator_LJSpeech.pth.tar")
-    with pytest.raises(ValueError, match="cannot be read"):
-        HiFiGAN(folder=tmp_path)
+    file = tmp_path / "generator_LJSpeech.pth.tar"
+    torch.save({"generator": Path}, file)
+    for content in (file.read_bytes(), file.read_bytes()[:-100], b""):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read .*install"):
+            HiFiGAN(folder=tmp_path)
 
 
 @installed

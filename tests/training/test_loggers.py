@@ -249,7 +249,8 @@ def test_an_evaluation_joins_the_run_of_its_checkpoint(checkpoint, facts, of, ke
               "checkpoint": {"family": "nsf", "step": 3, "weights": "ema"} | facts,
               "data": {"name": "toy", "split": "test", "items": 99, "limited": False} | of}  # fmt: skip
     assert log_evaluation(tmp_path / f"{checkpoint}.ckpt", LoggerOptions(wandb="offline"), report, "toy")
-    assert names == [("nsf", "toy")] and set(logged) == {key, f"{key}/recall"} and logged[f"{key}/recall"] == 0.5
+    assert names == [("nsf", "toy")] and set(logged) == {"trainer/global_step", key, f"{key}/recall"}
+    assert logged[f"{key}/recall"] == 0.5 and logged["trainer/global_step"] == 3
 
 
 @pytest.mark.parametrize(("resumed", "purged"), [(0, None), (150, 151)])

@@ -116,8 +116,7 @@ class Nystrom(AtOnce):
     weights may be negative and need not sum to 1.
 
     Arguments:
-        dim: width D of x, memory and y.
-        heads: number of heads; divides D.
+        dim, heads: see `Mechanism`.
         landmarks: number m of segments; shorter sequences use fewer.
         iterations: steps of the iteration for the pseudo-inverse, None for the exact one.
         causal: not supported, since a landmark averages over the future.
@@ -263,8 +262,6 @@ class LSH(AtOnce):
     rounds counts several times. With one bucket and one chunk this is full attention.
 
     Arguments:
-        dim: width D of x and y.
-        heads: number of heads; divides D.
         buckets: number of buckets: a power of 2 for signs, even for rotations, or 1.
         chunk: length of a chunk; the last one is padded with invalid positions.
         rounds: number of independent hashes.
@@ -272,7 +269,7 @@ class LSH(AtOnce):
         redraw: whether every call in training draws new hashes; else, and in evaluation, they are those drawn at
             construction, which are in the state dict.
         generator: source of the hashes; None is torch's own.
-        dropout: probability of dropping a weight, in training.
+        dim, heads, dropout: see `Mechanism`.
         bias: whether the projections have biases.
 
     Shapes: `x (B, L, D)`, `mask (B, 1, L)` bool, True = valid; y is `(B, L, D)`, zero at invalid positions.

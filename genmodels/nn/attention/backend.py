@@ -322,14 +322,7 @@ def attend_fused(
 
 
 def attend_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position: Position,
-    reach: Reach,
-    allowed: Tensor | None,
-    q0: int,
-    k0: int,
+    q: Tensor, k: Tensor, v: Tensor, position: Position, reach: Reach, allowed: Tensor | None, q0: int, k0: int,
     kernel=None,
 ) -> Tensor:
     """FlexAttention: the kernel looks up the bias by distance and computes the reach, in O(L) memory.

@@ -97,15 +97,8 @@ class Call(NamedTuple):
 
 
 def check_call(
-    dim: int,
-    position: Position,
-    reach: Reach,
-    x: Tensor,
-    memory: Tensor | None,
-    mask: Tensor | None,
-    memory_mask: Tensor | None,
-    cache: Cache | None,
-    offset: int,
+    dim: int, position: Position, reach: Reach, x: Tensor, memory: Tensor | None, mask: Tensor | None,
+    memory_mask: Tensor | None, cache: Cache | None, offset: int,
 ) -> None:
     """Raise ValueError for an invalid call, or one whose result with a cache would differ from the whole sequence's."""
     name = type(position).__name__
@@ -217,14 +210,8 @@ class Attention(nn.Module):
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
     def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        offset: int = 0,
-        space: Space | None = None,
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        cache: Cache | None = None, offset: int = 0, space: Space | None = None,
     ) -> tuple[Tensor, Cache | None]:
         """The output, and the cache for the next call (None unless one was given).
 
@@ -250,14 +237,8 @@ class Attention(nn.Module):
         return y, None if cache is None else self._remember(call)
 
     def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        offset: int = 0,
-        space: Space | None = None,
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        cache: Cache | None = None, offset: int = 0, space: Space | None = None,
     ) -> Tensor:
         """The weights `(B, H, Lq, Lk)` of the same call, by the explicit path and without dropout."""
         return self._weights(self._prepare(x, memory, mask, memory_mask, cache, offset, space))
@@ -284,14 +265,8 @@ class Attention(nn.Module):
         return Cache(nothing, nothing, None, 0)
 
     def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
+        self, Lq: int, Lk: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *,
+        batch: int = 1, masked: bool = False,
     ) -> paths.Path:
         """The path of such a call, the reason, and its memory in bytes beyond q, k, v and the result.
 

@@ -27,12 +27,10 @@ class LocalDenseSynthesizer(AtOnce):
     memory are linear in the length.
 
     Arguments:
-        dim: width D of x and y.
-        heads: number of heads; divides D.
         c: number of neighbours, the position itself among them.
         boundary: neighbours that do not exist or are invalid: `renormalise` excludes them from the softmax, `zero` sets
             their weights to zero.
-        dropout: probability of dropping a weight, in training.
+        dim, heads, dropout: see `Mechanism`.
         bias: whether the projections of values and output have biases.
 
     Shapes: `x (B, L, D)`, `mask (B, 1, L)` bool, True = valid; y is `(B, L, D)`, zero at invalid positions.
@@ -133,8 +131,7 @@ class LocalMonotonic(Stepwise):
     p_0 = 0; T is the length of the example, up to its last valid position. The weights need not sum to 1.
 
     Arguments:
-        dim: width D of x, memory and y.
-        heads: number of heads; divides D.
+        dim, heads: see `Mechanism`.
         sigma: standard deviation of the Gaussian; the window ends at twice that.
         max_step: the longest step, None = unbounded.
         score: `raw` for the additive score, as published; `softmax` for its softmax over the window.

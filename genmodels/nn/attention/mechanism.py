@@ -107,7 +107,7 @@ class Mechanism(nn.Module):
         state: type of the state from one call along a memory to the next, None without one.
 
     Arguments:
-        dim: width D of x and y.
+        dim: width D of x, y and the memory.
         heads: number of heads; divides D.
         dropout: probability of dropping a weight, in training.
 
@@ -124,13 +124,8 @@ class Mechanism(nn.Module):
         self.dropout = checked(dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: tuple | None = None,
-        offset: int = 0,
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        cache: tuple | None = None, offset: int = 0,
     ) -> tuple[Tensor, tuple | None]:
         """The output, and the state after it (None unless a cache was given).
 
@@ -143,26 +138,15 @@ class Mechanism(nn.Module):
         return given.finish(self.project_out(y)), None if cache is None else state
 
     def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: tuple | None = None,
-        offset: int = 0,
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, memory_mask: Tensor | None = None,
+        cache: tuple | None = None, offset: int = 0,
     ) -> Tensor:
         """The weights `(B, H, Lq, Lk)` of the same call, without dropout."""
         return self._all_weights(self._admit(x, memory, mask, memory_mask, cache, full=self.full), cache)
 
     def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
+        self, Lq: int, Lk: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *,
+        batch: int = 1, masked: bool = False,
     ) -> Path:
         """The path of such a call, the reason, and its memory in bytes beyond projections and result.
 
@@ -172,15 +156,9 @@ class Mechanism(nn.Module):
         return Path("explicit", reason, batch * numbers * max(dtype.itemsize, 4))
 
     def _admit(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        mask: Tensor | None,
-        memory_mask: Tensor | None,
-        cache: tuple | None = None,
-        *,
-        full: bool = False,
-    ) -> Inputs:
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None, memory_mask: Tensor | None,
+        cache: tuple | None = None, *, full: bool = False,
+    ) -> Inputs:  # fmt: skip
         """Check a call and set invalid positions to zero; ValueError for what the mechanism cannot do."""
         name = type(self).__name__
         check_tensors(self.dim, x, memory, memory_mask)

@@ -37,7 +37,7 @@ class Past(NamedTuple):
 class Score(nn.Module):
     """A score function of projected keys and queries; its logits are finite and not masked.
 
-    A subclass defines `keys` and `logits`.
+    A subclass sets `project_k` and defines `logits`.
 
     Arguments:
         dim: width D of queries and memory.
@@ -56,7 +56,7 @@ class Score(nn.Module):
 
     def keys(self, memory: Tensor) -> Tensor:
         """The projected memory `(B, H, Lk, n)` of `(B, Lk, D)`."""
-        raise NotImplementedError
+        return split_heads(self.project_k(memory), self.heads)
 
     def logits(self, x: Tensor, keys: Tensor, past: Past | None = None) -> Tensor:
         """The scores `(B, H, Lq, Lk)` of queries `x (B, Lq, D)`, float32 or wider."""
@@ -82,9 +82,6 @@ class ScaledDot(Score):
         super().__init__(dim, heads)
         self.project_q = nn.Linear(dim, dim, bias=bias)
         self.project_k = nn.Linear(dim, dim, bias=bias)
-
-    def keys(self, memory: Tensor) -> Tensor:
-        return split_heads(self.project_k(memory), self.heads)
 
     def logits(self, x: Tensor, keys: Tensor, past: Past | None = None) -> Tensor:
         q = split_heads(self.project_q(x), self.heads)
@@ -117,9 +114,6 @@ class Additive(Score):
         self.project_q = nn.Linear(dim, heads * self.hidden)
         self.project_k = nn.Linear(dim, heads * self.hidden, bias=False)
         self.w = nn.Parameter(torch.randn(heads, self.hidden) * self.hidden**-0.5)
-
-    def keys(self, memory: Tensor) -> Tensor:
-        return split_heads(self.project_k(memory), self.heads)
 
     def logits(self, x: Tensor, keys: Tensor, past: Past | None = None) -> Tensor:
         q = split_heads(self.project_q(x), self.heads)
@@ -237,10 +231,8 @@ class ScoredAttention(Stepwise):
     take and return.
 
     Arguments:
-        dim: width D of x, memory and y.
-        heads: number of heads; divides D.
         score: score function, built for the same dim and heads; `Additive` by default.
-        dropout: probability of dropping a weight, in training.
+        dim, heads, dropout: see `Mechanism`.
         bias: whether the projections of values and output have biases.
 
     Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, x itself by default; `mask (B, 1, Lq)` bool, True = valid;
@@ -260,9 +252,7 @@ class ScoredAttention(Stepwise):
     state = Past
     full = True
 
-    def __init__(
-        self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0, bias: bool = True
-    ):
+    def __init__(self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0, bias: bool = True):
         super().__init__(dim, heads, dropout)
         self.score = Additive(dim, heads) if score is None else score
         if (self.score.dim, self.score.heads) != (dim, heads):
