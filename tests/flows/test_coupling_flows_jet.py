@@ -12,7 +12,7 @@ from genmodels.flows.coupling import ChannelSplit, Coupling, TokenSplit
 from genmodels.flows.coupling_flows import ShiftScale, TokenNet, jet
 from genmodels.flows.flow import Flow
 from genmodels.nn.condition import Condition
-from tests.parameters import scattered
+from tests.parameters import kept_for_the_backward_pass, scattered
 
 DOUBLE = torch.float64
 TINY = {"width": 8, "depth": 1, "heads": 2}
@@ -123,6 +123,20 @@ def test_recomputing_changes_no_gradient():
         (z.square().sum() - logdet.sum()).backward()
         found.append([p.grad.clone() for p in flow.parameters()])
     assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_recomputing_keeps_nothing_for_the_couplings(levels):
+    """Nothing but two of sixteen items, by which the drift of every layer is measured."""
+    x = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def kept(memory, couplings):
+        flow = jet((1, 8, 8), couplings=couplings, levels=levels, memory=memory, **TINY)
+        flow.initialize(x)
+        return kept_for_the_backward_pass(flow, x)
+
+    each = {memory: (kept(memory, 6) - kept(memory, 2)) / 4 for memory in ("store", "inverse")}
+    assert each["inverse"] <= 0.3 and each["store"] > 20
 
 
 @pytest.mark.parametrize("make, words", [
