@@ -244,17 +244,17 @@ class Model:
 
     def _batch(self, x: Any, cond: Any) -> Batch:
         try:
-            x = x if isinstance(x, Batch) else Batch(torch.as_tensor(x))
-            number = torch.arange(len(x))
+            own = x if isinstance(x, Batch) else Batch(torch.as_tensor(x))
+            number = torch.arange(len(own))
         except (RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"items are a Batch or an array, got {type(x).__name__}: {first_line(error)}") from error
         if cond is not None and not isinstance(cond, TextCondition):
-            if not isinstance(cond, str) and (shape := np.shape(cond)) and shape[0] != len(x):
-                raise InputError(f"cond has {shape[0]} classes for {len(x)} items: give one each, or one for all")
+            if not isinstance(cond, str) and (shape := np.shape(cond)) and shape[0] != len(own):
+                raise InputError(f"cond has {shape[0]} classes for {len(own)} items: give one each, or one for all")
             with as_input_errors():
                 cond = self.network.labels(cond, number).cpu()
-        values = x.x if self.spec.levels or x.x.is_floating_point() else x.x.to(torch.get_default_dtype())
-        return Batch(values, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
+        values = own.x if self.spec.levels or own.x.is_floating_point() else own.x.to(torch.get_default_dtype())
+        return Batch(values, own.cond if cond is None else cond, own.mask, number if own.index is None else own.index)
 
     def transcribe(
         self, files: str | Path | Sequence[str | Path], *, ema: bool | float = True, **options: Any

@@ -105,7 +105,7 @@ REFUSED = [
     (lambda model: model.verify(patience=0), "patience must be positive"),
     (lambda model: model.verify(max_dims="x"), "max_dims must be an integer, got 'x'"),
     (lambda model: model.log_likelihood(None), "items are a Batch or an array, got NoneType"),
-    (lambda model: model.log_likelihood(3.0), "items are a Batch or an array, got"),
+    (lambda model: model.log_likelihood(3.0), "items are a Batch or an array, got float"),
     (lambda model: model.transcribe("a.wav"), "holds a ddpm: transcribe is for model=recognizer"),
     (lambda model: model.transcribe("a.wav", beams=2), "did you mean 'beam'"),
     (lambda model: model.push(licence="mit"), "say where"),

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from genmodels.core.errors import at_least
 from genmodels.core.random import Generator, KeyedGenerator, at_step, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.bound import draws_in_strata, packed, rows_for
@@ -87,12 +88,13 @@ def masked_bound(
         generator: keyed over the items of x.
         rows: most rows in one network call; by default as many as suit the device.
     """
-    n = len(x)
+    n, rows = len(x), rows_for(x) if rows is None else rows
+    at_least(1, rows=rows)
     u = draws_in_strata((n, replicates, draws), generator, x.device)
     t = ((torch.arange(draws, device=x.device) + u) / draws).flatten(1)
     values = torch.zeros_like(t)
     every = torch.ones(t.shape, dtype=torch.bool)
-    for item, column, source in packed(every, generator, rows or rows_for(x)):
+    for item, column, source in packed(every, generator, rows):
         given = None if cond is None else cond[item]
         values[item, column] = bound_terms(predict, x[item], t[item, column], mask, source, given, "quadratic")
     return values.view(n, replicates, draws).mean(2)

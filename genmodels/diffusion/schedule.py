@@ -199,8 +199,8 @@ class SigmoidSchedule(NoiseSchedule):
         return -self.width * (1 / torch.tanh(self.width * (1 - t)) + 1 / torch.tanh(self.width * t))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        ratio = math.sinh(self.width) / (torch.exp(in_float64(log_snr)) + math.cosh(self.width))
-        return torch.atanh(ratio) / self.width
+        log_snr = in_float64(log_snr).clamp(min=-1e3)  # below all but t = 1, where the difference would be NaN
+        return (logsigmoid(log_snr + self.width) - logsigmoid(log_snr - self.width)) / (2 * self.width)
 
 
 class LinearLogSnrSchedule(NoiseSchedule):

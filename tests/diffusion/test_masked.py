@@ -98,6 +98,8 @@ def test_the_standard_error_of_the_bound_covers_it():
     assert abs(float(found.mean()) + math.log(LAW[5])) < 4.5 * float(found.std()) / math.sqrt(found.numel())
     alone = masked_bound(exact, x[:1], V, KeyedGenerator(0, torch.tensor([7])), draws=8)
     torch.testing.assert_close(alone[0], found[7])
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        masked_bound(exact, x, V, KeyedGenerator(0, torch.arange(200)), draws=8, rows=0)
 
 
 def frequencies(x):

@@ -93,6 +93,11 @@ def test_end_points(schedule):
     assert schedule.end_points == tuple(schedule.log_snr(wide(0, 1)).tolist())
 
 
+@pytest.mark.parametrize("width", [30.0, 700.0])
+def test_the_time_of_a_wide_sigmoid_schedule(width):
+    inverted(SigmoidSchedule(width=width))
+
+
 class SigmaOfWrongSign(LinearLogSnrSchedule):
     def alpha_sigma(self, t):
         log_snr = self.log_snr(t)
