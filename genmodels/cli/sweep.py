@@ -123,9 +123,10 @@ class Point:
         folder = self.place(words, config)
         if folder is None:
             return None
+        wanted = _defining(config)  # outside the try: an error of ours is no damaged record
         try:
             record = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-            if {"init": None, **record["config"]} != _defining(config):  # records of before lack init
+            if {"init": None, **record["config"]} != wanted:  # records of before lack init
                 return None
             from genmodels.training.run import Outcome
 

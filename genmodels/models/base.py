@@ -279,7 +279,7 @@ class GenerativeModel(OfLightning, nn.Module):
                 self.spec.classes_named(wrong)
 
     def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
-        """Condition on the class where the data have classes, hidden in training with probability `cond_drop` < 1."""
+        """Condition on classes, if any, hidden in training with probability `cond_drop`, which must be in [0, 1)."""
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop must be from 0 to below 1, got {cond_drop}")
         self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
