@@ -167,7 +167,7 @@ class FlowMap(Denoiser):
     """
 
     #: Tells samplers that calls take `until`.
-    leads = True
+    takes_until = True
 
     def __init__(self, net: nn.Module):
         super().__init__(net, LinearPath(), Velocity())

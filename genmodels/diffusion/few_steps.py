@@ -94,7 +94,7 @@ class Consistency(Simple):
             if self.teacher is None:
                 x_s = q_sample(x0, log_snr_s, noise)
             else:
-                x_s = self.led(x_t, log_snr_t, log_snr_s, cond, mask)
+                x_s = self.previous_point(x_t, log_snr_t, log_snr_s, cond, mask)
             goal = denoiser.at_log_snr(x_s, log_snr_s, cond, mask).x0
         torch.clear_autocast_cache()  # the next call must not reuse weights cast without a gradient
         found = predict(denoiser, x_t, log_snr_t, cond, mask, generator).x0
@@ -104,13 +104,15 @@ class Consistency(Simple):
         per_example = (weight * loss).to(x0.dtype)
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size}, u, loss.detach())
 
-    def led(self, x: Tensor, log_snr_t: Tensor, log_snr_s: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+    def previous_point(
+        self, x: Tensor, log_snr_t: Tensor, log_snr_s: Tensor, cond: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         """x_s by a Heun step of the teacher from x_t (B, *event), by an Euler step for s = 0."""
-        before = ask(self.teacher, x, log_snr_t, cond, mask)
+        before = teacher_prediction(self.teacher, x, log_snr_t, cond, mask)
         noisy = log_snr_s.clamp(max=30)  # where s = 0 the noise need not exist
         alpha_s, sigma_s = (expand(value, x) for value in alpha_sigma(noisy))
         ahead = alpha_s * before.x0 + sigma_s * before.eps
-        after = ask(self.teacher, ahead, noisy, cond, mask)
+        after = teacher_prediction(self.teacher, ahead, noisy, cond, mask)
         # y = x / alpha moves by (r_s - r_t) eps
         half = expand((torch.exp(-noisy / 2) - torch.exp(-log_snr_t / 2)) / 2, x) * alpha_s
         clean = expand(torch.isposinf(log_snr_s).double(), x) > 0
@@ -142,7 +144,9 @@ class ConsistencySampler:
         return q_sample(x0, log_snr_s, noise), Memory(x0, log_snr_t)
 
 
-def ask(teacher: AtAnyTime, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None) -> Prediction:
+def teacher_prediction(
+    teacher: AtAnyTime, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None
+) -> Prediction:
     """The prediction of a teacher, at its noisiest level where the student's path has more noise."""
     return teacher.at_log_snr(x, log_snr.clamp(min=teacher.schedule.end_points[1]), cond, mask)
 
@@ -208,7 +212,7 @@ class ProgressiveDistillation(Simple):
         """(x_0, eps) with x_t = alpha x_0 + sigma eps whose DDIM step of 1/N ends where the teacher's steps end."""
         x, total = x_t, self.steps * self.teacher_steps
         for k in range(self.teacher_steps):
-            found = ask(self.teacher, x, path.log_snr(t - k / total), cond, mask)
+            found = teacher_prediction(self.teacher, x, path.log_snr(t - k / total), cond, mask)
             # In integers, so that the last time is exactly 0, which is clean data even if the path has noise there.
             left = (t * total).round() - (k + 1)
             log_snr_s = torch.where(left == 0, torch.inf, path.log_snr(left / total))

@@ -27,7 +27,7 @@ class AlteredDenoiser:
         self.denoiser = denoiser
         self.schedule, self.parameterisation = denoiser.schedule, denoiser.parameterisation
         self.self_conditioning = getattr(denoiser, "self_conditioning", False)
-        self.leads = getattr(denoiser, "leads", False)
+        self.takes_until = getattr(denoiser, "takes_until", False)
 
     def __call__(
         self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, **estimate: Tensor

@@ -65,7 +65,7 @@ def predict(
     given = {}
     if memory is not None and getattr(denoiser, "self_conditioning", False):
         given["estimate"] = memory.x0
-    if until is not None and getattr(denoiser, "leads", False):
+    if until is not None and getattr(denoiser, "takes_until", False):
         given["until"] = until.to(x.device).expand(len(x))
     return denoiser(x, t.to(x.device).expand(len(x)), cond, **given)
 
@@ -84,7 +84,7 @@ class Counted:
     def __init__(self, denoiser, mask: Tensor | None):
         self.denoiser, self.schedule, self.calls = denoiser, denoiser.schedule, 0
         self.self_conditioning = getattr(denoiser, "self_conditioning", False)
-        self.leads = getattr(denoiser, "leads", False)
+        self.takes_until = getattr(denoiser, "takes_until", False)
         self.extra = () if mask is None else (mask,)
 
     def __call__(self, x: Tensor, t: Tensor, cond: Tensor | None, **given: Tensor) -> Prediction:

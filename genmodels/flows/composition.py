@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from genmodels.core.errors import an
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, Shape, Step, as_shape, joined
-from genmodels.flows.replay import Autocast, DriftGauge, LayerInput, Noise, Walk, hooks_at_rest
+from genmodels.flows.replay import Autocast, DriftGauge, LayerInput, RandomState, RecomputationErrors, hooks_at_rest
 
 
 class Compose(Bijection):
@@ -280,13 +280,13 @@ class _Inverting(torch.autograd.Function):
         ctx.segment, ctx.owned, ctx.masks, ctx.noise = segment, owned, masks, []
         ctx.autocast = Autocast.now(x.device.type)
         # Per layer: its stored input, or the exact input of the gauge's few examples.
-        stored, exact, logdet, noise = [], [], x.new_zeros(len(x)), Noise(x.device)
+        stored, exact, logdet, noise = [], [], x.new_zeros(len(x)), RandomState(x.device)
         with ctx.autocast.again():
             for k, layer in enumerate(segment.layers):
                 stored.append(x if segment.stores(k) else None)
                 exact.append(None if segment.stores(k) else segment.gauge.keep(x))
                 x, change = layer(x, cond if layer.uses_cond else None, masks[k])
-                before, noise = noise, Noise(x.device)
+                before, noise = noise, RandomState(x.device)
                 ctx.noise.append(None if before == noise else before)
                 logdet = logdet + change
         ctx.save_for_backward(x, cond, *stored, *exact, *parameters)
@@ -301,7 +301,7 @@ class _Inverting(torch.autograd.Function):
         state, cond, *saved = ctx.saved_tensors
         stored, exact, parameters = saved[:n], saved[n : 2 * n], saved[2 * n :]
         cond = None if cond is None else cond.detach().requires_grad_(wants_cond)
-        walk, sums = Walk(segment.gauge, segment.first, n, state), _Sums()
+        errors, sums = RecomputationErrors(segment.gauge, segment.first, n, state), _Sums()
         with ctx.autocast.again(), hooks_at_rest(parameters):
             for k in reversed(range(n)):
                 if not (wants_x or wants_cond or any(ctx.owned[: k + 1])):
@@ -323,7 +323,7 @@ class _Inverting(torch.autograd.Function):
                     graph = rerun(layer, state, own_cond, masks[k + from_output])
                 state = graph.x.detach()
                 if exact[k] is not None:
-                    walk.compare(k, state, exact[k])
+                    errors.compare(k, state, exact[k])
                 others = [*ctx.owned[k], *([own_cond] if wants_cond and own_cond is not None else [])]
                 grad, found = graph.pull_back(grad, grad_logdet, others)
                 del graph
@@ -334,7 +334,7 @@ class _Inverting(torch.autograd.Function):
             given = cond if layer.uses_cond else None, masks[k]
             return LayerInput(layer, exact[k], *(None if v is None else segment.gauge.keep(v) for v in given))
 
-        walk.finish(true_input, segment.training)
+        errors.finish(true_input, segment.training)
         of_parameters = [sums.of(parameter) for parameter in parameters]
         return None, None, None, grad if wants_x else None, sums.of(cond) if wants_cond else None, *of_parameters
 

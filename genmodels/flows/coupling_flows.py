@@ -26,7 +26,7 @@ from genmodels.flows.squeeze import Squeeze2d, require_division
 from genmodels.nn.attention_block import AttentionKind, Site, check_heads, is_for_maps
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import GatedConvNet, ResidualConvNet
-from genmodels.nn.dit import Places, TokenTransformer
+from genmodels.nn.dit import PositionEmbedding, TokenTransformer
 from genmodels.nn.perceptron import MLP
 
 NETS = {"residual": ResidualConvNet, "gated": GatedConvNet}
@@ -234,7 +234,7 @@ class TokenNet(nn.Module):
         in_channels, out_channels: channels before and after.
         width, depth, heads, expansion, attention: see `TokenTransformer`.
         space: height and width of the maps, None where they vary.
-        places: add a learned vector to each token of maps of known size (`Places`).
+        places: add a learned vector to each token of maps of known size (`PositionEmbedding`).
         cond: labels, or None: a vector of the class is added to every token.
 
     Shapes: `x (B, in, H, W)` to `(B, out, H, W)`, zero at the start; `cond (B,)` labels.
@@ -267,7 +267,7 @@ class TokenNet(nn.Module):
         self.transformer = TokenTransformer(in_channels, out_channels, Site(2, space), width=width, depth=depth,
                                             heads=heads, expansion=expansion, attention=attention)
         self.by_row = is_for_maps(self.transformer.blocks[0].attention)
-        self.places = Places(width, space) if places and space is not None else None
+        self.places = PositionEmbedding(width, space) if places and space is not None else None
         self.num_classes = cond.size if self.uses_cond else None
         self.classes = nn.Embedding(cond.size, width) if self.uses_cond else None
 

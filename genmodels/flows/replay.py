@@ -45,16 +45,16 @@ class Autocast(NamedTuple):
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
-class Noise:
+class RandomState:
     """The states of the global random number generators of the CPU and of one device.
 
     Example:
-        >>> then = Noise(torch.device("cpu"))
+        >>> then = RandomState(torch.device("cpu"))
         >>> first = torch.rand(2)
         >>> with then.again():
         ...     print(bool((torch.rand(2) == first).all()))
         True
-        >>> then == Noise(torch.device("cpu"))
+        >>> then == RandomState(torch.device("cpu"))
         False
     """
 
@@ -67,12 +67,12 @@ class Noise:
             self.states.append(torch.get_device_module(device).get_rng_state(*self._device_arguments))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Noise) and all(map(torch.equal, self.states, other.states))
+        return isinstance(other, RandomState) and all(map(torch.equal, self.states, other.states))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """A context with those states, which restores the present ones afterwards."""
-        now = Noise(self.device)
+        now = RandomState(self.device)
         self._set()
         try:
             yield
@@ -175,7 +175,7 @@ class DriftGauge(nn.Module):
             self.stores = [stored or i in layers for i, stored in enumerate(self.stores)]
 
 
-class Walk:
+class RecomputationErrors:
     """Errors of the recomputed inputs of one backward pass; nothing waits for the device before `finish`.
 
     Arguments:
@@ -256,7 +256,7 @@ def smallest_scale(given: LayerInput, rounds: int = 8) -> float:
     """
     layer, x, cond, mask = given
     u = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
-    with Noise(x.device).again(), torch.enable_grad():  # dropout in a network does not advance the generators
+    with RandomState(x.device).again(), torch.enable_grad():  # dropout in a network does not advance the generators
         z = layer(x, cond, mask)[0].detach().requires_grad_()
         x_again, _ = layer.inverse(z, cond, None if mask is None else layer.out_mask(mask))
         for _ in range(rounds):

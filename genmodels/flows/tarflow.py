@@ -18,7 +18,7 @@ from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanS
 from genmodels.flows.linear import Permute
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d, require_division
-from genmodels.nn.attention import Slots
+from genmodels.nn.attention import StaticCache
 from genmodels.nn.attention_block import AttentionKind, Site
 from genmodels.nn.condition import Condition
 from genmodels.nn.dit import TokenTransformer
@@ -182,7 +182,7 @@ class MetaBlock(Bijection):
         if count == 0:
             self.sweeps = 0
             return z, self._volume(latents, valid)
-        added, caches = self._added(cond, count), self.net.slots(count)
+        added, caches = self._added(cond, count), self.net.static_caches(count)
         step = self.decoding.tokens or count
         blocks, log_derivatives, self.sweeps = [], [], 0
         for start in range(0, count, step):
@@ -211,7 +211,7 @@ class MetaBlock(Bijection):
         return self._event(torch.cat(blocks, dim=1), z), self._volume(torch.cat(log_derivatives, dim=1), valid)
 
     def _decode(
-        self, x: Tensor, guided: bool, caches: list[Slots], valid: Tensor | None, added: Tensor | None
+        self, x: Tensor, guided: bool, caches: list[StaticCache], valid: Tensor | None, added: Tensor | None
     ) -> Tensor:
         """The network's output for the tokens that follow the cached ones; guided, from class and no class at once."""
         if not x.shape[1]:

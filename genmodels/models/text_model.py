@@ -193,7 +193,7 @@ class TextRequest(NamedTuple):
         return None if listed is None else given_durations(self.condition, listed, self.which)
 
 
-def ask(
+def text_request(
     spec: DataSpec, n: int, *, start: int = 0, text: str | Sequence[str] | None = None,
     speaker: int | str | None = None, on_unknown: Literal["error", "drop"] = "error",
 ) -> TextRequest:  # fmt: skip
@@ -206,7 +206,7 @@ def ask(
     Example:
         >>> from genmodels.speech.text import CHARACTERS
         >>> text = {"symbols": CHARACTERS, "blanks": False, "language": "en", "examples": ["a cab"]}
-        >>> found = ask(DataSpec("speech", (80, 9), mel={}, text=text), 3, start=1, text=["so", "ha"])
+        >>> found = text_request(DataSpec("speech", (80, 9), mel={}, text=text), 3, start=1, text=["so", "ha"])
         >>> found.index, found.which, bool(found.rows[0] == found.rows[2])
         (tensor([1, 2, 3]), [1, 0, 1], False)
     """
@@ -307,7 +307,7 @@ class TextModel(GenerativeModel):
 
     def asked(self, options: SamplingOptions) -> TextRequest:
         """The texts of samples `start` .. `start + n - 1`, on this model's device."""
-        return ask(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
+        return text_request(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
                    on_unknown=options.on_unknown).to(self.device)
 
     def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, request: TextRequest, made: dict) -> Samples:

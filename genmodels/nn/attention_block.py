@@ -125,7 +125,7 @@ class AbsoluteAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, dims: int, dropout: float = 0.0):
         super().__init__()
-        self.position = Places(dims)
+        self.position = SinusoidalPositions(dims)
         self.project_position = nn.Linear(dim, dim, bias=False)
         self.attention = Attention(dim, heads, dropout=dropout)
 
@@ -139,14 +139,14 @@ class AbsoluteAttention(nn.Module):
         return self.attention(x + self.project_position(code.to(x.dtype)), mask=mask)
 
 
-class Places(nn.Module):
+class SinusoidalPositions(nn.Module):
     """Sinusoidal codes `(L, D)` of the positions of a sequence, or of a map in row-major order.
 
     Arguments:
         dims: 1 or 2 spatial dimensions.
 
     Example:
-        >>> Places(2)(6, 4, (2, 3), None)[4].float()
+        >>> SinusoidalPositions(2)(6, 4, (2, 3), None)[4].float()
         tensor([0.8415, 0.5403, 0.8415, 0.5403])
     """
 

@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm, pad, pixel_shuffle, silu
 from genmodels.core.errors import at_least, one_of
 from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide, wide
-from genmodels.nn.attention import Cache, Slots
+from genmodels.nn.attention import Cache, StaticCache
 from genmodels.nn.attention_block import AttentionKind, Site, attend, is_for_maps, make_mechanism
 from genmodels.nn.blocks import (
     ChannelNorm,
@@ -100,9 +100,9 @@ class TokenBlock(nn.Module):
             x = self._add(x, parts[2], attend(self.attention, self.norm_1(x, *parts[:2]), mask, space))
         return self._add(x, parts[5], self.leave(self.activation(self.enter(self.norm_2(x, *parts[3:5])))))
 
-    def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
+    def decode(self, x: Tensor, cache: StaticCache, mask: Tensor | None = None) -> Tensor:
         """The output for new tokens of a causal sequence, of a block without condition; see `Attention.decode`."""
-        x = x + self.dropout(self.attention.decode(self.norm_1(x), slots, mask))
+        x = x + self.dropout(self.attention.decode(self.norm_1(x), cache, mask))
         return x + self.dropout(self.leave(self.activation(self.enter(self.norm_2(x)))))
 
     def _add(self, x: Tensor, gate: Tensor | None, y: Tensor) -> Tensor:
@@ -193,20 +193,22 @@ class TokenTransformer(nn.Module):
         parts = () if c is None else self.modulation(silu(c))[:, None].chunk(2, dim=-1)
         return self.leave(self.norm(h, *parts))
 
-    def slots(self, length: int) -> list[Slots]:
+    def static_caches(self, length: int) -> list[StaticCache]:
         """A cache for every block, for `decode`."""
-        return [Slots(length) for _ in self.blocks]
+        return [StaticCache(length) for _ in self.blocks]
 
-    def decode(self, x: Tensor, slots: list[Slots], mask: Tensor | None = None, added: Tensor | None = None) -> Tensor:
+    def decode(
+        self, x: Tensor, caches: list[StaticCache], mask: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
         """The output for new tokens of a causal sequence, without condition; see `Attention.decode`."""
         h = self.enter(x)
         h = h if added is None else h + added
-        for block, cache in zip(self.blocks, slots, strict=True):
+        for block, cache in zip(self.blocks, caches, strict=True):
             h = block.decode(h, cache, mask)
         return self.leave(self.norm(h))
 
 
-class Places(nn.Module):
+class PositionEmbedding(nn.Module):
     """A learned position embedding for each token of a map, zero at the start; larger maps repeat the last row, column.
 
     With relative positions alone every token of a constant map, such as one of mask tokens, has the same output, so
@@ -219,7 +221,7 @@ class Places(nn.Module):
     Shapes: to `(1, width, H, W)` for a map `(H, W)`.
 
     Example:
-        >>> places = Places(2, (1, 2))
+        >>> places = PositionEmbedding(2, (1, 2))
         >>> with torch.no_grad(): _ = places.table[0].copy_(torch.tensor([[0.0, 1.0]]))
         >>> places((1, 4))[0, 0].detach()
         tensor([[0., 1., 1., 1.]])
@@ -276,7 +278,7 @@ class DiT(nn.Module):
         heads: heads of each attention.
         patch: positions along every side of a patch.
         attention: kind of attention, an entry of `ATTENTION`; None for rope2d or rope.
-        places: add a learned vector to each token of a map (`Places`); sequences, whose lengths vary, have none.
+        places: add a learned vector to each token of a map (`PositionEmbedding`); sequences, of any length, have none.
         expansion: hidden width of the perceptrons over the width of the tokens.
         dropout: probability of dropping a value of a branch.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
@@ -330,7 +332,7 @@ class DiT(nn.Module):
             width, width=width, depth=depth, heads=heads, attention=attention or ("rope2d" if dims == 2 else "rope"),
             expansion=expansion, dropout=dropout, checkpointing=checkpointing,
         )  # fmt: skip
-        self.places = Places(width, grid) if places and grid is not None else None
+        self.places = PositionEmbedding(width, grid) if places and grid is not None else None
         # A mechanism for sequences takes a map column by column, so that padded frames are at the end.
         self.by_row = dims == 1 or is_for_maps(self.transformer.blocks[0].attention)
 

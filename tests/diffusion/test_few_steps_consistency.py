@@ -53,7 +53,7 @@ def mean(x_t, log_snr, cond=None):
 class Exact(Consistency):
     """The second point is where the exact flow leads."""
 
-    def led(self, x, log_snr_t, log_snr_s, cond, mask):
+    def previous_point(self, x, log_snr_t, log_snr_s, cond, mask):
         t, s = PATH.time_of(log_snr_t), PATH.time_of(log_snr_s)
         return lead(x * PATH.scale(t)[:, None], t, s) / PATH.scale(s)[:, None]
 
@@ -81,7 +81,8 @@ def test_a_step_of_the_teacher_is_of_second_order():
     errors = []
     for step in (0.1, 0.05):
         ends = PATH.log_snr(t), PATH.log_snr(t - step)
-        errors.append(Consistency(teacher=teacher).led(x, *ends, None, None) - Exact().led(x, *ends, None, None))
+        found, exact = (one.previous_point(x, *ends, None, None) for one in (Consistency(teacher=teacher), Exact()))
+        errors.append(found - exact)
     first, second = (float(error.abs().max()) for error in errors)
     assert second < 5e-3 and 6 < first / second < 11
 

@@ -52,7 +52,7 @@ def test_guidance_and_thresholds_keep_the_length_of_the_step():
 
     t, s, x, cond = torch.ones(2), torch.full((2,), 0.25), torch.zeros(2, 3), torch.tensor([1, 2])
     guided = GuidedDenoiser(FlowMap(net), 3.0, null=0)
-    assert guided.leads and ThresholdedDenoiser(guided).leads
+    assert guided.takes_until and ThresholdedDenoiser(guided).takes_until
     torch.testing.assert_close(guided(x, t, cond, until=s).output, (0.75 + 3.0 * cond)[:, None].expand(2, 3))
     near = ThresholdedDenoiser(FlowMap(net))(x, t, cond, until=s)  # x0 = x - u, -1.75 and -2.75, clipped
     torch.testing.assert_close(near.x0, -torch.ones(2, 3))

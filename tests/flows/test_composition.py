@@ -180,7 +180,7 @@ def test_dropout_is_replayed(monkeypatch):
     expected, drawn_too = run("store")
     assert worst(found, expected) < 1e-8
     assert drawn == drawn_too  # the backward pass leaves the generators where it found them
-    monkeypatch.setattr(replay.Noise, "again", lambda _self: contextlib.nullcontext())
+    monkeypatch.setattr(replay.RandomState, "again", lambda _self: contextlib.nullcontext())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert worst(run("inverse")[0], expected) > 1e-2

@@ -13,7 +13,7 @@ from genmodels.flows.elementwise import Affine, LogisticMixture
 from genmodels.flows.flow import Flow
 from genmodels.flows.linear import Permute
 from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
-from genmodels.nn.attention import Slots
+from genmodels.nn.attention import StaticCache
 from genmodels.nn.condition import Condition
 from tests.parameters import kept_for_the_backward_pass, scattered, shaken
 
@@ -83,12 +83,12 @@ def test_guidance_extrapolates_from_no_class(guidance):
 
 
 def test_mutants_of_the_cache_are_caught(monkeypatch):
-    right = Slots.put
+    right = StaticCache.put
     with monkeypatch.context() as patch:  # nothing is remembered
-        patch.setattr(Slots, "put", lambda self, k, v: (k, v))
+        patch.setattr(StaticCache, "put", lambda self, k, v: (k, v))
         assert error_of_the_cache({"attention": "t5"}) > 1e-3
     with monkeypatch.context() as patch:  # the newest key and value are lost
-        patch.setattr(Slots, "put", lambda self, k, v: tuple(
+        patch.setattr(StaticCache, "put", lambda self, k, v: tuple(
             torch.cat([kept[:, :, :-1], 0 * kept[:, :, -1:]], dim=2) for kept in right(self, k, v)))
         assert error_of_the_cache({}) > 1e-3
 

@@ -14,7 +14,7 @@ Other mechanisms, with the same signature and the same masks:
 
 from genmodels.nn.attention.approximate import LSH, Nystrom, rotation_hash, sign_bits, sign_hash
 from genmodels.nn.attention.backend import Path, Reach, build_mask, check_full, check_padding, hide_rows, masked_softmax
-from genmodels.nn.attention.core import Attention, Cache, Slots
+from genmodels.nn.attention.core import Attention, Cache, StaticCache
 from genmodels.nn.attention.local import LocalDenseSynthesizer, LocalMonotonic, Place
 from genmodels.nn.attention.position import (
     DistanceBias,
@@ -43,7 +43,7 @@ from genmodels.nn.attention.seq2seq import (
 __all__ = [
     "ALiBi", "Additive", "Attention", "Cache", "DistanceBias", "HardAttention", "Keys", "LSH", "LocalDenseSynthesizer",
     "LocalMonotonic", "Location", "MelPosition", "MusicTransformer", "Nystrom", "Past", "Path", "Place", "Position",
-    "Reach", "Rotary", "Rotary2d", "ScaledDot", "Score", "ScoredAttention", "Shaw", "Slots", "Swin2d", "T5Bias",
+    "Reach", "Rotary", "Rotary2d", "ScaledDot", "Score", "ScoredAttention", "Shaw", "StaticCache", "Swin2d", "T5Bias",
     "TransformerXL", "build_mask", "check_full", "check_padding", "hide_rows", "masked_softmax", "rel_shift",
     "relative_positions", "rotation_hash", "sign_bits", "sign_hash", "sinusoids", "skew", "straight_through",
 ]  # fmt: skip

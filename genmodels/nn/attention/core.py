@@ -34,7 +34,7 @@ class Cache(NamedTuple):
         return self.start + self.k.shape[2]
 
 
-class Slots:
+class StaticCache:
     """A preallocated cache of the keys and values of `length` positions of a sequence.
 
     It is allocated at the first call and written in place at `filled`, which the caller advances; with gradients
@@ -243,17 +243,17 @@ class Attention(nn.Module):
         """The weights `(B, H, Lq, Lk)` of the same call, by the explicit path and without dropout."""
         return self._weights(self._prepare(x, memory, mask, memory_mask, cache, offset, space))
 
-    def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
-        """The output for new positions of a causal sequence, which are added to the past in the slots.
+    def decode(self, x: Tensor, cache: StaticCache, mask: Tensor | None = None) -> Tensor:
+        """The output for new positions of a causal sequence, which are added to the past in the cache.
 
         Shapes: `x (B, m, D)` to the same; `mask (B, 1, filled + m)` bool, True = valid, of past and present.
         """
-        start = slots.filled
+        start = cache.filled
         x = x if mask is None else hide_rows(x, mask[..., start:])
         layers = self.project_q, self.project_k, self.project_v
         q, k, v = (split_heads(layer(x), self.heads) for layer in layers)
         q, k = self.position.rotate(q, k, start, start)
-        k, v = slots.put(k, v)
+        k, v = cache.put(k, v)
         kind, _ = paths.choose(self.backend, self.derivatives, self.position, x.device.type)
         y = self._attend(Call(q, k, v, mask, None, start, 0, None), kind)
         y = self.project_out(merge_heads(y.to(q.dtype))).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Attention beyond the checks of genmodels.verification: refusals, cross-attention, blocks, caches, slots."""
+"""Attention beyond the checks of genmodels.verification: refusals, cross-attention, blocks, caches, cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from genmodels.nn.attention import (
     Attention,
     Rotary2d,
-    Slots,
+    StaticCache,
     Swin2d,
     TransformerXL,
     build_mask,
@@ -365,11 +365,11 @@ def test_the_cache_check_catches_a_shift_that_is_left_out(table):
 
 def decoded(attention, x, sizes, mask=None):
     """The outputs of a causal attention for a sequence that comes in pieces."""
-    slots, parts = Slots(x.shape[1]), []
+    cache, parts = StaticCache(x.shape[1]), []
     for size in sizes:
-        end = slots.filled + size
-        parts.append(attention.decode(x[:, slots.filled : end], slots, None if mask is None else mask[..., :end]))
-        slots.filled = end
+        end = cache.filled + size
+        parts.append(attention.decode(x[:, cache.filled : end], cache, None if mask is None else mask[..., :end]))
+        cache.filled = end
     return torch.cat(parts, dim=1)
 
 
@@ -388,7 +388,7 @@ def test_mutants_of_the_slots_are_caught(monkeypatch):
     attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
     whole = attention(x)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(Slots, "put", lambda self, k, v: (k, v))
+        patch.setattr(StaticCache, "put", lambda self, k, v: (k, v))
         assert worst(decoded(attention, x, [2, 3, 1]), whole) > 1e-3
     with monkeypatch.context() as patch:  # every piece begins at place 0
         right = attention.position.rotate
@@ -399,22 +399,22 @@ def test_mutants_of_the_slots_are_caught(monkeypatch):
 def test_slots_have_an_end_and_may_change_the_mode_of_gradients():
     torch.manual_seed(0)
     attention, x = Attention(8, 2, causal=True).double(), torch.randn(2, 6, 8, dtype=torch.float64)
-    slots, parts = Slots(6), []
+    cache, parts = StaticCache(6), []
     for place in range(6):
         with torch.set_grad_enabled(place in (0, 3)):
-            parts.append(attention.decode(x[:, place : place + 1], slots))
-        slots.filled = place + 1
+            parts.append(attention.decode(x[:, place : place + 1], cache))
+        cache.filled = place + 1
     torch.testing.assert_close(torch.cat(parts, dim=1), attention(x)[0], rtol=1e-10, atol=1e-10)
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="a cache of 6 positions cannot hold 7"):
-            attention.decode(x[:, :1], slots)
+            attention.decode(x[:, :1], cache)
 
 
 def test_slots_are_written_again_until_they_are_moved_on():
     attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
-    whole, slots = attention(x)[0], Slots(6)
+    whole, cache = attention(x)[0], StaticCache(6)
     with torch.no_grad():
-        attention.decode(x[:, :2], slots)
-        slots.filled = 2
-        attention.decode(x[:, 2:] + 1, slots)  # a guess, taken back
-        assert worst(attention.decode(x[:, 2:], slots), whole[:, 2:]) < 1e-12
+        attention.decode(x[:, :2], cache)
+        cache.filled = 2
+        attention.decode(x[:, 2:] + 1, cache)  # a guess, taken back
+        assert worst(attention.decode(x[:, 2:], cache), whole[:, 2:]) < 1e-12
