@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -384,8 +385,12 @@ class TarFlow(FlowModel):
         return NoisyFlow(GaussianNoise(self.spec.levels, self.augment / 2), flow)
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """As for every flow, with some classes hidden; with `augment` bits per value of noisy data."""
-        return super().loss(replace(batch, cond=self._hidden(self._cond(batch), generator)), generator)
+        """As for every flow, with some classes hidden; with `augment` nats per value of noisy data."""
+        loss = super().loss(replace(batch, cond=self._hidden(self._cond(batch), generator)), generator)
+        if not self.augment:
+            return loss
+        nats = math.log(2) * loss.per_example
+        return Loss(nats.mean(), nats)
 
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
