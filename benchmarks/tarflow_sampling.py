@@ -17,9 +17,9 @@ from _timing import interleaved
 
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
+from genmodels.models.normalizing_flows import SAMPLERS
 
-WAYS = {"cached": Decoding(), "gauss_seidel 16": Decoding(tokens=16, tolerance=1e-3),
-        "jacobi": Decoding(tokens=None, tolerance=1e-3)}  # fmt: skip
+WAYS = {"cached": Decoding(), "gauss_seidel": SAMPLERS["gauss_seidel"], "jacobi": SAMPLERS["jacobi"]}
 
 
 def uncached(block: MetaBlock, z: torch.Tensor) -> torch.Tensor:
@@ -68,6 +68,7 @@ def main() -> None:
         raise SystemExit(f"{arguments.ckpt} holds no TarFlow")
     if any(block.uses_cond for block in blocks):
         raise SystemExit(f"{arguments.ckpt} is conditioned on the class: give a TarFlow without classes")
+    torch.manual_seed(0)
     z = torch.randn(arguments.n, *blocks[0].event_shape).to(arguments.device)
 
     def awaited(way):

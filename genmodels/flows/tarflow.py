@@ -30,9 +30,9 @@ class Decoding:
 
     Arguments:
         tokens: number of tokens that are solved together by fixed-point iteration: 1 is sequential decoding, None all
-            at once (Jacobi), anything between Gauss-Seidel-Jacobi.
-        tolerance: the iteration stops when no value changes by more, at the latest after as many sweeps as tokens,
-            when it is exact; 0 for all sweeps.
+            at once (Jacobi), anything between Gauss-Seidel-Jacobi. Solved tokens make room for the next.
+        tolerance: a token is solved when all before it are and a sweep has changed it by no more. Every sweep solves
+            one at least, exactly, so that there are at most as many as tokens; with 0 just as many.
         guidance: scale g of classifier-free guidance, parameters = p(no class) + g (p(class) - p(no class)); 1 is
             p(class).
 
@@ -183,32 +183,37 @@ class MetaBlock(Bijection):
             self.sweeps = 0
             return z, self._volume(latents, valid)
         added, caches = self._added(cond, count), self.net.static_caches(count)
-        step = self.decoding.tokens or count
-        blocks, log_derivatives, self.sweeps = [], [], 0
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            block = latents[:, start:stop]
-            # The network takes the last position before the block, and all of the block but its last.
+        window, start, x = self.decoding.tokens or count, 0, latents[:, :0]
+        solved, log_derivatives, self.sweeps = [], [], 0
+        while start < count:
+            stop = min(start + window, count)
+            guess = torch.cat([x, latents[:, start + x.shape[1] : stop]], dim=1)
+            # The network takes the last position before the window, and all of the window but its last.
             first = max(start - 1, 0)
-            before = [blocks[-1][:, -1:]] if blocks else []
-            block_valid = None if valid is None else valid[..., first:stop]
-            x = block
-            for _ in range(stop - start):
-                out = self._decode(
-                    torch.cat([*before, x[:, :-1]], dim=1), guided, caches,
-                    None if valid is None else valid[..., : stop - 1],
-                    None if added is None else added[:, first : stop - 1],
-                )  # fmt: skip
-                params = self._params(out, block, block_valid, len(blocks) > 0)
-                previous, (x, log_derivative) = x, self.transform.inverse(block, params)
-                x = hide(x.mT, None if block_valid is None else block_valid[..., -block.shape[1] :]).mT
-                if self.decoding.tolerance and bool(((x - previous).detach().abs() <= self.decoding.tolerance).all()):
-                    break
+            before = [solved[-1][:, -1:]] if solved else []
+            own_valid = None if valid is None else valid[..., first:stop]
+            out = self._decode(
+                torch.cat([*before, guess[:, :-1]], dim=1), guided, caches,
+                None if valid is None else valid[..., : stop - 1],
+                None if added is None else added[:, first : stop - 1],
+            )  # fmt: skip
+            params = self._params(out, guess, own_valid, start > 0)
+            x, log_derivative = self.transform.inverse(latents[:, start:stop], params)
+            x = hide(x.mT, None if own_valid is None else own_valid[..., -guess.shape[1] :]).mT
+            done = self._settled(guess, x)
+            solved.append(x[:, :done])
+            log_derivatives.append(log_derivative[:, :done])
+            x, start = x[:, done:], start + done
             for cache in caches:
-                cache.filled = stop - 1
-            blocks.append(x)
-            log_derivatives.append(log_derivative)
-        return self._event(torch.cat(blocks, dim=1), z), self._volume(torch.cat(log_derivatives, dim=1), valid)
+                cache.filled = start - 1
+        return self._event(torch.cat(solved, dim=1), z), self._volume(torch.cat(log_derivatives, dim=1), valid)
+
+    def _settled(self, guess: Tensor, x: Tensor) -> int:
+        """The number of solved positions: the first, whose past is known, and those after it until one has moved."""
+        if not self.decoding.tolerance or x.shape[1] == 1:
+            return 1
+        moved = ((x - guess).detach().abs() > self.decoding.tolerance).any(2).any(0).tolist()
+        return max(1, [*moved, True].index(True))
 
     def _decode(
         self, x: Tensor, guided: bool, caches: list[StaticCache], valid: Tensor | None, added: Tensor | None

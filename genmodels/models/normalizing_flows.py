@@ -288,8 +288,8 @@ class Jet(FlowModel):
 #: The values of `sampler=`: tokens that are solved together (None for all), and the tolerance of their iteration.
 SAMPLERS = {
     "sequential": Decoding(),
-    "gauss_seidel": Decoding(tokens=16, tolerance=1e-3),
-    "jacobi": Decoding(tokens=None, tolerance=1e-3),
+    "gauss_seidel": Decoding(tokens=16, tolerance=1e-4),
+    "jacobi": Decoding(tokens=None, tolerance=1e-4),
 }
 
 
@@ -425,7 +425,7 @@ class TarFlow(FlowModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by the inverse, `sequential` (exact), `gauss_seidel` (16 tokens together) or `jacobi` (all together).
 
-        The latter two iterate until no value changes by more than 0.001; the default is sequential. `guidance` needs a
+        The latter two iterate until no value changes by more than 0.0001; the default is sequential. `guidance` needs a
         class-conditional model.
         """
         options = options.with_default(sampler="sequential")

@@ -268,8 +268,21 @@ def test_each_sweep_makes_one_more_token_exact(monkeypatch):
     inverted(block, z, tokens=None)
     assert len(guesses) == 9
     for k, guess in enumerate(guesses, start=1):
-        error = (guess - expected.flatten(2).mT).abs().amax((0, 2))
-        assert (error[:k] < 1e-12).all() and (k > 5 or error[k:].max() > 1e-9)
+        error = (guess - expected.flatten(2).mT[:, k - 1 :]).abs().amax((0, 2))  # solved tokens are left out
+        assert error[0] < 1e-12 and (k > 5 or error[1:].max() > 1e-9)
+
+
+@pytest.mark.parametrize("moved, solved", [
+    ([[0, 0, 0]], 3), ([[0, 1, 0]], 1), ([[1, 0, 0]], 1), ([[0, 0, 1], [0, 0, 0]], 2), ([[0, 0, 0], [0, 1, 0]], 1),
+    ([[1, 1, 1]], 1),
+])  # fmt: skip
+def test_tokens_are_solved_in_order_and_for_all_items(moved, solved):
+    block = block_of()
+    x = latents((2, 3, 1), len(moved)).flatten(2).mT
+    step = torch.tensor(moved, dtype=DOUBLE)[..., None] * torch.tensor([0.0, -1.0], dtype=DOUBLE)
+    for tolerance, expected in ((1e-4, solved), (1.0, 3), (0.0, 1)):
+        block.decoding = Decoding(tokens=None, tolerance=tolerance)
+        assert block._settled(x, x + 0.5 * step) == expected
 
 
 def test_a_tolerance_for_no_items():
