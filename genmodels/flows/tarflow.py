@@ -212,8 +212,8 @@ class MetaBlock(Bijection):
         """The number of solved positions: the first, whose past is known, and those after it until one has moved."""
         if not self.decoding.tolerance or x.shape[1] == 1:
             return 1
-        moved = ((x - guess).detach().abs() > self.decoding.tolerance).any(2).any(0).tolist()
-        return max(1, [*moved, True].index(True))
+        still = ((x - guess).detach().abs() <= self.decoding.tolerance).all(2).all(0)  # False for NaN
+        return max(1, [*still.tolist(), False].index(False))
 
     def _decode(
         self, x: Tensor, guided: bool, caches: list[StaticCache], valid: Tensor | None, added: Tensor | None

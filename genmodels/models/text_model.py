@@ -308,7 +308,7 @@ class TextModel(GenerativeModel):
     def asked(self, options: SamplingOptions) -> TextRequest:
         """The texts of samples `start` .. `start + n - 1`, on this model's device."""
         return text_request(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
-                   on_unknown=options.on_unknown).to(self.device)
+                            on_unknown=options.on_unknown).to(self.device)
 
     def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, request: TextRequest, made: dict) -> Samples:
         """Whitened mels as samples: in log units, silent where the mask is False."""

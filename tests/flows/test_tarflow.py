@@ -283,6 +283,19 @@ def test_tokens_are_solved_in_order_and_for_all_items(moved, solved):
     for tolerance, expected in ((1e-4, solved), (1.0, 3), (0.0, 1)):
         block.decoding = Decoding(tokens=None, tolerance=tolerance)
         assert block._settled(x, x + 0.5 * step) == expected
+        assert block._settled(x, x + step / 0) == 1  # a guess that overflowed, or is not a number
+
+
+def test_mutants_of_the_solved_tokens_are_caught(monkeypatch):
+    block, z = block_of((1, 8, 8), size=0.2), latents((1, 8, 8))
+    expected, _, _ = inverted(block, z)
+
+    def error(**how):
+        return float((inverted(block, z, **how)[0] - expected).abs().max())
+
+    assert error(tokens=None) < 1e-10 and error(tokens=4, tolerance=1e-6) < 1e-4
+    monkeypatch.setattr(MetaBlock, "_settled", lambda self, guess, x: min(2, x.shape[1]))  # one too many
+    assert error(tokens=None) > 1e-3 and error(tokens=4, tolerance=1e-6) > 1e-3
 
 
 def test_a_tolerance_for_no_items():

@@ -1,4 +1,4 @@
-"""Attention beyond the checks of genmodels.verification: refusals, cross-attention, blocks, caches, cache."""
+"""Attention beyond the checks of genmodels.verification: refusals, cross-attention, blocks, both caches."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def decoded(attention, x, sizes, mask=None):
 
 
 @pytest.mark.parametrize("name", ["none", "xl", "shaw clip", "music", "t5", "alibi", "rotary"])
-def test_slots_hold_what_a_whole_sequence_sees(name):
+def test_a_static_cache_holds_what_a_whole_sequence_sees(name):
     attention, x = BY_NAME[name].build(causal=True), draw(3, 6, DIM)
     for mask in (None, PADDING, PADDING.flip(-1)):
         whole = attention(x, mask=mask)[0]
@@ -384,7 +384,7 @@ def test_slots_hold_what_a_whole_sequence_sees(name):
                 assert worst(decoded(attention, x, sizes, mask), whole) < 1e-12
 
 
-def test_mutants_of_the_slots_are_caught(monkeypatch):
+def test_mutants_of_the_static_cache_are_caught(monkeypatch):
     attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
     whole = attention(x)[0]
     with monkeypatch.context() as patch:
@@ -396,7 +396,7 @@ def test_mutants_of_the_slots_are_caught(monkeypatch):
         assert worst(decoded(attention, x, [2, 3, 1]), whole) > 1e-3
 
 
-def test_slots_have_an_end_and_may_change_the_mode_of_gradients():
+def test_a_static_cache_has_an_end_and_may_change_the_mode_of_gradients():
     torch.manual_seed(0)
     attention, x = Attention(8, 2, causal=True).double(), torch.randn(2, 6, 8, dtype=torch.float64)
     cache, parts = StaticCache(6), []
@@ -410,7 +410,7 @@ def test_slots_have_an_end_and_may_change_the_mode_of_gradients():
             attention.decode(x[:, :1], cache)
 
 
-def test_slots_are_written_again_until_they_are_moved_on():
+def test_a_static_cache_is_written_again_until_it_is_moved_on():
     attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
     whole, cache = attention(x)[0], StaticCache(6)
     with torch.no_grad():
