@@ -86,6 +86,8 @@ class GaussianDenoiser(_ExactDenoiser):
         basis: (D, D) whose columns are the eigenvectors, for events of shape (D,).
         parameterisation: units of `Prediction.output`, v by default.
 
+    Errors: InputError for a variance that is negative or not finite.
+
     Example:
         >>> from genmodels.diffusion import CosineSchedule
         >>> exact = GaussianDenoiser(CosineSchedule(), torch.tensor([0.5]), 0.25)
@@ -99,15 +101,22 @@ class GaussianDenoiser(_ExactDenoiser):
     ):
         super().__init__(schedule, parameterisation)
         self.event_shape = mean.shape
-        mean = mean.to(torch.float64)
-        self.register_buffer("mean", mean)
-        self.register_buffer("variance", torch.as_tensor(variance, dtype=torch.float64).expand(mean.shape).clone())
+        self.register_buffer("mean", mean.to(torch.float64))
+        self.register_buffer("variance", _variances(variance).expand(mean.shape).clone())
         self.register_buffer("basis", None if basis is None else basis.to(torch.float64))
 
     @classmethod
     def from_covariance(cls, schedule: Path, mean: Tensor, covariance: Tensor) -> GaussianDenoiser:
-        """For x_0 ~ N(mean (D,), covariance (D, D))."""
-        values, vectors = torch.linalg.eigh(covariance.to(torch.float64))
+        """For x_0 ~ N(mean (D,), covariance (D, D)).
+
+        Errors: InputError for a covariance that is not symmetric or has a negative eigenvalue.
+        """
+        covariance = covariance.to(torch.float64)
+        if not torch.allclose(covariance, covariance.mT):
+            raise InputError("the covariance must be symmetric and finite")
+        values, vectors = torch.linalg.eigh(covariance)
+        # Rounding makes an eigenvalue of zero as negative as this, in the precision the covariance was computed in.
+        values = torch.where((values < 0) & (values > -1e-6 * values.abs().amax()), 0.0, values)
         return cls(schedule, mean, values, basis=vectors)
 
     def _to_basis(self, x: Tensor) -> Tensor:
@@ -160,6 +169,8 @@ class MixtureDenoiser(_ExactDenoiser):
         variances: (K, *event), (K,) for one number each, or one number.
         parameterisation: units of `Prediction.output`, v by default.
 
+    Errors: InputError for weights that are not positive, or a variance that is negative or not finite.
+
     Example:
         >>> from genmodels.diffusion import CosineSchedule
         >>> exact = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.tensor([[-1.0], [1.0]]), 0.01)
@@ -173,10 +184,12 @@ class MixtureDenoiser(_ExactDenoiser):
     ):
         super().__init__(schedule, parameterisation)
         self.event_shape = means.shape[1:]
-        variances = torch.as_tensor(variances, dtype=torch.float64)
+        variances = _variances(variances)
         if variances.dim() == 1:
             variances = variances.reshape(-1, *[1] * len(self.event_shape))
         weights = weights.to(torch.float64)
+        if not bool(((weights > 0) & weights.isfinite()).all()):
+            raise InputError("the weights of a mixture must be positive and finite")
         self.register_buffer("log_weights", torch.log(weights / weights.sum()))
         self.register_buffer("means", means.to(torch.float64))
         self.register_buffer("variances", variances.expand(means.shape).clone())
@@ -220,6 +233,14 @@ class MixtureDenoiser(_ExactDenoiser):
         grid = torch.cartesian_prod(*grid).view(-1, *self.event_shape).to(means.device)
         log_prob = torch.cat([self.log_prob(some) for some in grid.split(65536)])
         return float(-(log_prob.exp() * log_prob).sum() * cell.prod())
+
+
+def _variances(given: Tensor | float) -> Tensor:
+    """The variances in float64. Errors: InputError for one that is negative or not finite."""
+    given = torch.as_tensor(given, dtype=torch.float64)
+    if not bool(((given >= 0) & given.isfinite()).all()):
+        raise InputError("variances must be finite and not negative")
+    return given
 
 
 def _log_normal(offset: Tensor, variance: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ class Quadratic(EnergyFunction):
         mean: m (D,), None for zero.
         offset: c.
 
+    Errors: InputError for a matrix that is not symmetric; for log Z and samples, for one that is not positive definite.
+
     Example:
         >>> energy = Quadratic(torch.tensor([[2.0, 0.5], [0.5, 1.0]]))
         >>> energy.score(torch.tensor([[1.0, -2.0]])).tolist()
@@ -39,6 +41,8 @@ class Quadratic(EnergyFunction):
 
     def __init__(self, matrix: Tensor, mean: Tensor | None = None, offset: float = 0.0):
         super().__init__()
+        if not torch.allclose(matrix, matrix.mT):
+            raise InputError("the matrix of a quadratic energy must be symmetric and finite")
         self.matrix = nn.Parameter(matrix.clone())
         self.register_buffer("mean", torch.zeros_like(matrix[0]) if mean is None else mean.clone())
         self.offset = offset
@@ -46,7 +50,15 @@ class Quadratic(EnergyFunction):
     @property
     def log_normaliser(self) -> float:
         """log Z."""
-        return 0.5 * len(self.matrix) * math.log(2 * math.pi) - 0.5 * float(self.matrix.detach().logdet()) - self.offset
+        half_logdet = float(self._lower().diagonal().log().sum())
+        return 0.5 * len(self.matrix) * math.log(2 * math.pi) - half_logdet - self.offset
+
+    def _lower(self) -> Tensor:
+        """(D, D) lower triangular L with L L^T = A."""
+        lower, fault = torch.linalg.cholesky_ex(self.matrix.detach())
+        if int(fault):
+            raise InputError("the matrix of a quadratic energy is not positive definite: no log Z, no samples")
+        return lower
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         centred = x.flatten(1) - self.mean
@@ -59,7 +71,7 @@ class Quadratic(EnergyFunction):
 
     def sample(self, n: int, generator: Generator) -> Tensor:
         """(n, D) draws of the density itself."""
-        lower = torch.linalg.cholesky(torch.linalg.inv(self.matrix.detach()))
+        lower = torch.linalg.cholesky(torch.cholesky_inverse(self._lower()))
         return self.mean + noise_like(self.mean.new_empty(n, len(self.mean)), generator) @ lower.T
 
 
@@ -88,6 +100,8 @@ class GaussianMixture(EnergyFunction):
         spread: s.
         log_z: the logarithm of Z.
 
+    Errors: InputError for weights or a spread that are not positive and finite.
+
     Example:
         >>> mixture = GaussianMixture(torch.tensor([0.5, 0.5]), torch.tensor([[-1.0], [1.0]]), 0.5)
         >>> mixture.score(torch.zeros(1, 1)).tolist()
@@ -96,6 +110,8 @@ class GaussianMixture(EnergyFunction):
 
     def __init__(self, weights: Tensor, means: Tensor, spread: float, log_z: float = 0.0):
         super().__init__()
+        if not (bool(((weights > 0) & weights.isfinite()).all()) and 0 < spread < math.inf):
+            raise InputError("the weights and the spread of a mixture must be positive and finite")
         self.register_buffer("log_weights", (weights / weights.sum()).log())
         self.register_buffer("means", means.clone())
         self.spread, self.log_normaliser = spread, log_z

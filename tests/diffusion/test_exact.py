@@ -208,6 +208,28 @@ def test_unlike_variances_have_no_single_reverse_variance():
         exact_denoisers(CosineSchedule())["diagonal"].reverse_variance(torch.zeros(1), -torch.ones(1))
 
 
+SQUARE = torch.tensor([[1.0, 2.0], [2.0, 1.0]])  # an eigenvalue of -1
+
+
+@pytest.mark.parametrize(("reason", "build"), [
+    ("variances must be finite and not negative", lambda s: GaussianDenoiser(s, torch.zeros(2), -1.0)),
+    ("variances must be finite and not negative", lambda s: GaussianDenoiser(s, torch.zeros(2), math.nan)),
+    ("variances must be", lambda s: GaussianDenoiser.from_covariance(s, torch.zeros(2), SQUARE)),
+    ("must be symmetric", lambda s: GaussianDenoiser.from_covariance(s, torch.zeros(2), SQUARE.triu())),
+    ("weights of a mixture", lambda s: MixtureDenoiser(s, torch.tensor([1.0, -0.5]), torch.zeros(2, 1), 1.0)),
+    ("variances must be", lambda s: MixtureDenoiser(s, torch.ones(2), torch.zeros(2, 1), math.inf)),
+])
+def test_what_is_no_density_is_refused(refuses, reason, build):
+    refuses(InputError, reason, build, CosineSchedule())
+
+
+def test_a_covariance_of_smaller_rank_that_rounding_made_negative():
+    covariance = torch.diag(torch.tensor([4.0, -1e-9]))
+    denoiser = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2), covariance)
+    x = denoiser.sample(2000, torch.Generator().manual_seed(0))
+    assert not x[:, 1].any() and abs(float(x[:, 0].var()) - 4) < 5 * 4 * math.sqrt(2 / 2000)
+
+
 @pytest.mark.parametrize("name", ["scalar", "diagonal", "full", "mixture"])
 def test_an_empty_batch_has_empty_predictions(name):
     denoiser, x, t = exact_denoisers(CosineSchedule())[name], torch.zeros(0, 3), torch.zeros(0)

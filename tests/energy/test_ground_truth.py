@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.core.errors import InputError
 from genmodels.energy import (
     DoubleWell,
     Energy,
@@ -160,3 +161,14 @@ def test_errors():
         quadrature(ScoreNetwork(lambda x: -x), WIDE)
     with pytest.raises(RuntimeError, match="NaN at x = "):
         quadrature(LogDensity(lambda x: torch.full((len(x),), torch.nan)), WIDE)
+
+
+@pytest.mark.parametrize(("reason", "make"), [
+    ("must be symmetric", lambda: Quadratic(torch.tensor([[1.0, 0.5], [0.0, 1.0]]))),
+    ("not positive definite", lambda: Quadratic(torch.diag(torch.tensor([1.0, -1.0]))).log_normaliser),
+    ("not positive definite", lambda: Quadratic(torch.zeros(2, 2)).sample(1, torch.Generator())),
+    ("must be positive", lambda: GaussianMixture(torch.tensor([1.0, 0.0]), torch.zeros(2, 1), 1.0)),
+    ("must be positive", lambda: GaussianMixture(torch.ones(2), torch.zeros(2, 1), 0.0)),
+])
+def test_what_is_no_density_is_refused(refuses, reason, make):
+    refuses(InputError, reason, make)
