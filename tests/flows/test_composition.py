@@ -387,6 +387,7 @@ def _train(rank: int, meet: str, out: str, parts, deaf: bool) -> None:
         parallel = nn.parallel.DistributedDataParallel(flow, broadcast_buffers=not deaf)
         warnings.simplefilter("always")
         steps = [gradients(parallel, parts[rank]) for _ in range(2)]
+        del parallel  # before its process group: the last owner of a group waits for threads, which want the GIL
     messages = [str(warning.message) for warning in caught if "recomputed" in str(warning.message)]
     steps = [{name.removeprefix("module."): g for name, g in step.items() if name != "x"} for step in steps]
     torch.save((steps, flow.gauge.switched, messages, len(calls)), out)
