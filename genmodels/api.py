@@ -316,7 +316,7 @@ class Model:
         """
         from genmodels.cli.export import export
 
-        return export(self.network, self.header, out, ema)
+        return export(self.network, self.header, out, ema, self.trust)
 
     def evaluate(self, **options: Any) -> Comparison:
         """`genmodels.evaluate` of this model."""

@@ -51,6 +51,18 @@ def test_the_example_of_the_docs_from_training_to_a_report(mine, capsys):
     assert cli.main([*following[0], "out=next.npz"]) == 0
     assert cli.main(["sample", "ckpt=runs/mine", "trust=[mine]", "n=1", "start=5", "out=one.npz"]) == 0
     assert np.allclose(np.load("next.npz")["x"][5], np.load("one.npz")["x"][0], atol=1e-6)
+    # So is what the exported file and the card of a published model say.
+    capsys.readouterr()
+    assert cli.main(["export", "ckpt=runs/mine", "trust=[mine]", "out=m.safetensors"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample: ")]
+    assert cli.main([*shlex.split(line.partition(":")[2])[1:], "n=2", "out=m.npz"]) == 0
+    assert cli.main(["push", "ckpt=runs/mine", "trust=[mine]", "licence=mit", "out=card"]) == 0
+    card = Path("card/README.md").read_text()
+    assert "Its classes are those of mine" in card and "trust=['mine']).sample(16)" in card
+    (use,) = [line for line in card.splitlines() if line.startswith("genmodels sample")]
+    words = shlex.split(use.replace("<this folder>", "card"))[1:]
+    assert "trust=[mine]" in words and cli.main([*words, "n=2", "out=card.npz"]) == 0
+    assert np.allclose(np.load("m.npz")["x"], np.load("card.npz")["x"], atol=1e-6)
     assert cli.main([*COMMANDS[0], "resume=last", "trainer.max_steps=310"]) == 0
     capsys.readouterr()
     assert cli.main(["sample", "ckpt=runs/mine"]) == 2 and "trust=[mine]" in capsys.readouterr().err

@@ -85,6 +85,10 @@ class Composer:
             InputError: one line, whatever is wrong.
         """
         parsed = self.parse(overrides)
+        for override in parsed:
+            if override.is_hydra_override():
+                raise InputError(f"{override.input_line} is a setting of sweeps, without effect on one run: add -m, or "
+                                 "leave it out")
         swept = [o for o in parsed if o.is_sweep_override()]
         if swept:
             key, value = swept[0].key_or_group, swept[0].get_value_string()

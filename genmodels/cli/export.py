@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +47,14 @@ def run(
         trust: further packages whose classes the checkpoint may name.
     """
     model, header = load_model(located(ckpt), device="cpu", trust=trust or [])
-    for line in export(model, header, out, ema):
+    for line in export(model, header, out, ema, trust or []):
         print(line)
 
 
-def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | float = True) -> list[str]:
-    """Write a model to a file, or one for each of its functions; lines for the user.
+def export(
+    model: GenerativeModel, header: dict, out: str | Path, ema: bool | float = True, trust: Sequence[str] = (),
+) -> list[str]:
+    """Write a model to a file, or one for each of its functions; lines for the user, whose commands trust packages.
 
     Raises:
         InputError: for another kind of file, a model that has no such form, or a package that is missing.
@@ -67,7 +69,7 @@ def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | fl
             raise InputError("ema is for .onnx and .pt2: a .safetensors holds all weights, leave it out")
         write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
         return [f"{header['parameters']:,} parameters with their configuration: {target}",
-                f"sample:   genmodels sample {typed('ckpt', target)}"]
+                f"sample:   genmodels sample {typed('ckpt', target, trust)}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
     files = [(graph, *_exported(graph, header, target)) for graph in graphs_of(model, weights_of(ema))]

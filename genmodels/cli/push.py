@@ -6,6 +6,7 @@ import json
 import math
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ import yaml
 from genmodels import __version__
 from genmodels.core.checkpoint import checkpoint_hash, origin
 from genmodels.core.errors import InputError, RunError, an
-from genmodels.core.files import EXPORTED, HUB, located, place_of, write_text
+from genmodels.core.files import EXPORTED, HUB, located, place_of, typed, write_text
 from genmodels.core.likelihood import value_of, with_error
 from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw, write_samples
@@ -61,7 +62,7 @@ def run(
             print(f"{', '.join(names)}: {folder}")
         if to is not None:
             print(f"{', '.join(names)}: {upload(folder, names, to, private)}")
-            print(f"sample:   genmodels sample ckpt={HUB}{to}")
+            print(f"sample:   genmodels sample {_named(f'{HUB}{to}', trust or [])}")
 
 
 def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> list[str]:
@@ -81,7 +82,7 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
         drawn.made |= origin(located(ckpt), header)
         write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
-    write_text(text, card(model, header, likelihoods, licence, to, names))
+    write_text(text, card(model, header, likelihoods, licence, to, names, trust))
     return names
 
 
@@ -90,7 +91,10 @@ def _shown(classes: int | None) -> int:
     return 64 if classes is None or classes > 32 else 4 * classes
 
 
-def card(model, header: dict, likelihoods: list[str], licence: str, to: str | None, names: list[str]) -> str:
+def card(
+    model, header: dict, likelihoods: list[str], licence: str, to: str | None, names: list[str],
+    trust: Sequence[str] = (),
+) -> str:
     """The model card, as the hub reads it: Markdown after a few lines of YAML.
 
     Arguments:
@@ -100,11 +104,15 @@ def card(model, header: dict, likelihoods: list[str], licence: str, to: str | No
         licence: named in the YAML.
         to: the repository.
         names: files next to it, of which samples.png is shown.
+        trust: further packages whose classes it needs.
     """
     spec, family, name = model.spec, header["family"], f"hf://{to}" if to else "<this folder>"
-    use = f"genmodels sample ckpt={name}" if model.generates else f"genmodels transcribe ckpt={name} speech.wav"
+    named = _named(name, trust)
+    use = f"genmodels sample {named}" if model.generates else f"genmodels transcribe {named} speech.wav"
+    trusting = f", trust={list(trust)}" if trust else ""
     python = ["```python", "import genmodels as gm", "",
-              f'gm.load("{name}").sample({"" if spec.text else 16}).show()', "```", ""]
+              f'gm.load("{name}"{trusting}).sample({"" if spec.text else 16}).show()', "```", ""]
+    needed = [f"Its classes are those of {' and '.join(trust)}, which have to be importable.", ""] if trust else []
     kind = "continuous values" if spec.levels is None else f"integers of {spec.levels} levels"
     classes = "" if spec.num_classes is None else f", {spec.num_classes} classes"
     named = yaml.safe_dump({"license": licence.strip()}, width=math.inf, allow_unicode=True).strip()
@@ -118,9 +126,14 @@ def card(model, header: dict, likelihoods: list[str], licence: str, to: str | No
     if "samples.png" in names:
         lines += ["![samples](samples.png)", ""]
     lines += ["## Likelihood", "", *likelihoods, "", "## Use", "", "```sh", "pip install 'genmodels[hub]'",
-              use, f"genmodels evaluate ckpt={name}", "```", "", *(python if model.generates else []),
+              use, f"genmodels evaluate {named}", "```", "", *needed, *(python if model.generates else []),
               f"Written by genmodels {__version__}; the file carries its configuration and a checksum."]
     return "\n".join(lines) + "\n"
+
+
+def _named(name: str, trust: Sequence[str]) -> str:
+    """The settings that name a published model."""
+    return f"ckpt={name}" + (f" {typed('trust', list(trust))}" if trust else "")
 
 
 def _likelihoods(ckpt: str) -> list[str]:
@@ -149,14 +162,19 @@ def _listed(report: dict) -> list[str]:
     if not report["likelihood"]:
         return [_NOT_EVALUATED]
     for line in report["likelihood"]:
-        unnormalised = line["kind"] == "unnormalised"
-        shown = "none" if unnormalised else f"{line['mark']} {with_error(value_of(line)[1], line['se_data'])}"
-        rows.append(f"| `{shown}` | {UNITS[line['unit']]} | {line['kind']} | {line['how']} |")
+        unnormalised, value, sides = line["kind"] == "unnormalised", value_of(line)[1], line.get("bracket") or {}
+        number = with_error(value, line["se_data"])
+        if value is None and sides.get("upper") is not None:
+            number = f"{sides['lower']:.4f} to {sides['upper']:.4f}"
+        shown = "none" if unnormalised else f"{line['mark']} {number}"
+        kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
+        rows.append(f"| `{shown}` | {UNITS[line['unit']]} | {kind} | {line['how']} |")
     data, weights = report["data"], report["checkpoint"]["weights"]
     by = {"ema": "", "raw": ", by the raw weights (ema=false)"}.get(weights, f", by the average with ema={weights}")
     return [*rows, "", f"On {data['items']:,} items of the {data['split']} split of {data['name']}"
             f"{' (not all)' if data['limited'] else ''}{by}. `=` is exact, `<=` a bound (the true value is at most "
-            "this), `~` computed by an ODE solver; in brackets one standard error in the last digits."]
+            "this), `~` computed by an ODE solver, `~?` estimated by annealed importance sampling; in brackets one "
+            "standard error in the last digits."]
 
 
 def upload(folder: Path, names: list[str], to: str, private: bool) -> str:

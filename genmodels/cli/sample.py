@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, an
+from genmodels.core.errors import InputError, an, counted
 from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
@@ -21,6 +21,8 @@ from genmodels.evaluation.samples import (
     check_path,
     check_target,
     draw_together,
+    place_of_sample,
+    recipe_of,
     save_png,
     write_folder,
     write_path,
@@ -220,13 +222,26 @@ def _write_drawn(
     """Draw samples, write them, then their trajectory to `path`, and say each after `lines`."""
     spec = drawing.model.spec
     if single:
+        _check_folder(target, drawing.options)
         made, written = write_folder(drawing, spec, target)
+        recipes = {file.name: recipe_of(file) for file in sorted(target.glob("*.png"))}
+        others = [name for name, recipe in recipes.items() if recipe not in (None, drawing.made["recipe"])]
+        if others:
+            written.append(f"{counted(len(others), 'picture')} there of other samples, such as {others[0]}")
     else:
         samples = draw_together(drawing, Cache(cache_folder() / "samples"))
         made, written = samples.made, write_samples(samples, spec, target, sources(materials, spec))
     print(*lines, *written, *convergence_warnings(made), sep="\n")
     if path is not None:
         print(write_path(samples, spec, Path(path), frames))
+
+
+def _check_folder(target: Path, asked: SamplingOptions) -> None:
+    """Refuse to replace pictures that are no samples."""
+    for number in range(asked.start, asked.start + asked.n):
+        file = place_of_sample(target, number)
+        if file.exists() and recipe_of(file) is None:
+            raise InputError(f"{file} is no sample and would be replaced: name another folder by out=")
 
 
 def _check_companions(out: str | None) -> None:

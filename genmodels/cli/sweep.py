@@ -289,7 +289,9 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
         key = given.key_or_group
         if key in ("out", "path", "run_dir") and not given.is_sweep_override() and given.value() is not None:
             raise InputError(f"{key}={given.value()} is one place for all points of the sweep: leave it out")
-    composer.points(words)
+    if not composer.points(words):
+        empty = [o.key_or_group for o in parsed if o.is_sweep_override() and not list(o.sweep_iterator())]
+        raise InputError(f"{', '.join(empty) or 'the sweep'} has no values: nothing would run")
     settings = composer.settings(parsed)
     folder = resumed or _folder(settings, parsed)
     swept = [o.key_or_group for o in parsed if o.is_sweep_override()] + list(settings.sweeper.get("params") or {})

@@ -58,7 +58,7 @@ class TextCondition(_Rows):
 class Batch(_Rows):
     """A batch in the data's own units (uint8 levels, log-mel values, float vectors).
 
-    Shapes: `x (B, *event)`, sequences padded to the longest of the batch; `cond (B,)` int64 labels, `(B, K)` features,
+    Shapes: `x (B, *event)`, sequences padded to a common length; `cond (B,)` int64 labels, `(B, K)` features,
     a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position of each
     item in its split, for noise and messages; `source (B, *event)`, items of another data set at which a flow to `x`
     starts, in their own units, or None.

@@ -16,7 +16,7 @@ import re
 import secrets
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -274,14 +274,14 @@ def in_hydra(value) -> str:
     return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quoted(value)
 
 
-def typed(key: str, value) -> str:
-    """A setting as one types it in a shell.
+def typed(key: str, value, trust: Sequence[str] | None = None) -> str:
+    """A setting as one types it in a shell, with that of `trust` where further packages are trusted.
 
     Example:
         >>> print(typed("ckpt", "runs/a/best.ckpt"), typed("data.root", "my (old) data"))
         ckpt=runs/a/best.ckpt 'data.root='"'"'my (old) data'"'"''
     """
-    return shlex.quote(f"{key}={in_hydra(value)}")
+    return shlex.quote(f"{key}={in_hydra(value)}") + (f" {typed('trust', list(trust))}" if trust else "")
 
 
 def check_writable(key: str, target: Path, *, several: bool = False) -> None:

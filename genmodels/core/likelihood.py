@@ -332,6 +332,7 @@ def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
         tensor([-10.7496], dtype=torch.float64)
     """
     samples = log_weights.shape[1]
+    at_least(1, samples=samples)
     nats = log_weights.logsumexp(1) - math.log(samples)
     if samples == 1:
         return nats, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,8 @@ class KeyedGenerator:
     def __init__(self, seed: int, index: Tensor, stream: str = "", step: int | Tensor = 0):
         if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
             raise ValueError(f"index must be a 1-D integer tensor, got {index!r}")
+        if not isinstance(seed, Integral):
+            raise ValueError(f"seed must be a whole number, got {seed!r}")
         if isinstance(step, Tensor):
             if step.shape != index.shape:
                 raise ValueError(f"one step for each of {len(index)} rows is needed, got shape {tuple(step.shape)}")

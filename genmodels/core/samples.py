@@ -139,7 +139,7 @@ class SamplingOptions:
             raise InputError("guidance_interval takes two finite log-SNRs, the lower one first, got "
                              f"{list(interval)}")
         if self.known is not None and self.edit is not None:
-            raise InputError("known and edit exclude each other: leave one out")
+            raise InputError("inpainting (known) and edit exclude each other: leave one out")
         if (self.known is None) != (self.keep is None):
             raise InputError("known needs keep, the mask of where it holds: give both")
         if self.guidance == 0 and self.cond is not None:

@@ -100,13 +100,13 @@ class Bijection(nn.Module):
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Data to latent: `(z, logdet)`."""
         x = self._enter(x, self.out_shape, cond, mask)
-        z, logdet = self._forward(x, cond, mask)
+        z, logdet = self._leave(x, *self._forward(x, cond, mask))
         return (z, logdet) if mask is None else (hide(z, self.out_mask(mask)), logdet)
 
     def inverse(self, z: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Latent to data: `(x, logdet)`, the log-determinant of this direction."""
         z = self._enter(z, self.in_shape, cond, mask)
-        x, logdet = self._inverse(z, cond, mask)
+        x, logdet = self._leave(z, *self._inverse(z, cond, mask))
         return (x, logdet) if mask is None else (hide(x, self.in_mask(mask)), logdet)
 
     def _forward(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,8 +137,13 @@ class Bijection(nn.Module):
         """Data-dependent initialisation from a batch, called once, by training; most layers have none.
 
         Raises:
-            RuntimeError: for a layer that is initialised already, unless `force`.
+            RuntimeError: for a layer that is initialised already, unless `force`; here for a layer with parts that
+                start from data, which has to initialise them on their own inputs.
         """
+        if self.starts_from_data:
+            waiting = ", ".join(self.uninitialized(self.place)) or "some"
+            raise RuntimeError(f"{type(self).__name__} has parts that start from data ({waiting}): define its "
+                               "initialize(x, cond, mask, *, force), which calls theirs")
 
     def initialize_forward(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
@@ -155,11 +160,13 @@ class Bijection(nn.Module):
 
     def uninitialized(self, name: str = "") -> Iterator[str]:
         """Names of the layers that are not yet initialised."""
-        for child_name, child in self.named_children():
-            inside = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
-            for inner_name, inner in inside:
-                if isinstance(inner, Bijection):
-                    yield from inner.uninitialized(joined(name, child_name, inner_name))
+        found = [(joined(name, child_name), child) for child_name, child in self.named_children()]
+        while found:
+            name, part = found.pop(0)
+            if isinstance(part, Bijection):
+                yield from part.uninitialized(name)
+            elif isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                found[:0] = [(joined(name, child_name), child) for child_name, child in part.named_children()]
 
     def walk(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, name: str = "") -> Iterator[Step]:
         """The layers in order, each with its input and output; the last step holds the result."""
@@ -175,15 +182,17 @@ class Bijection(nn.Module):
             x = x.float()
         if mask is None:
             return x
-        if mask.dtype != torch.bool:
-            raise ValueError(f"{type(self).__name__}: mask must be boolean (True = valid), got {mask.dtype}")
-        of_frames = x.dim() == 3 and tuple(mask.shape) == (x.shape[0], 1, x.shape[2])
-        if not (of_frames or mask.shape == x.shape):
-            raise ValueError(
-                f"{type(self).__name__}: mask {tuple(mask.shape)} does not fit x {tuple(x.shape)}: "
-                "masks are for sequences (B, C, T) and have shape (B, 1, T)"
-            )
+        require_mask(type(self).__name__, mask, x)
         return hide(x, mask)
+
+    def _leave(self, x: Tensor, z: Tensor, logdet: Tensor) -> tuple[Tensor, Tensor]:
+        """The result of a direction, refused where it would be broadcast over the batch."""
+        if len(z) != len(x) or (isinstance(logdet, Tensor) and logdet.dim() > 0 and logdet.shape != x.shape[:1]):
+            raise ValueError(
+                f"{type(self).__name__} returned {tuple(z.shape)} and a log-determinant {tuple(logdet.shape)} for "
+                f"{tuple(x.shape)}: give one event and one log-determinant, (B,), for each row"
+            )
+        return z, logdet
 
     def _check_cond(self, cond: Tensor | None) -> None:
         if cond is None and self.uses_cond:
@@ -261,6 +270,16 @@ def at_each_position(logdet: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
     """The log-determinant (B,) of a map that has `logdet` (a scalar) at every (valid) position of x."""
     count = positions(x, mask)
     return logdet * (count if isinstance(count, Tensor) else x.new_full((len(x),), count))
+
+
+def require_mask(owner: str, mask: Tensor, x: Tensor) -> None:
+    """Raise ValueError, naming its owner, for a mask that is not boolean or does not fit x."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{owner}: mask must be boolean (True = valid), got {mask.dtype}")
+    of_frames = x.dim() == 3 and tuple(mask.shape) == (x.shape[0], 1, x.shape[2])
+    if not (of_frames or mask.shape == x.shape):
+        raise ValueError(f"{owner}: mask {tuple(mask.shape)} does not fit x {tuple(x.shape)}: masks are for sequences "
+                         "(B, C, T) and have shape (B, 1, T)")
 
 
 def per_example(values: Tensor) -> Tensor:

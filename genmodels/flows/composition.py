@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from genmodels.core.errors import an
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, Shape, Step, as_shape, joined
@@ -38,10 +40,11 @@ class Compose(Bijection):
     strict_cond = True
     only_contains = True
 
-    def __init__(self, layers: Sequence[Bijection], event_shape: Shape, *, memory: str = "store"):
+    def __init__(self, layers: Iterable[Bijection], event_shape: Shape, *, memory: str = "store"):
         super().__init__()
         if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
             raise TypeError(f"Compose takes a list of bijections, got one {type(layers).__name__}: put it in [...]")
+        layers = list(layers)
         for number, layer in enumerate(layers):
             # Not by class: a compiled bijection is no Bijection, but acts like one.
             if isinstance(layer, type) or not hasattr(layer, "out_shape"):
@@ -171,20 +174,25 @@ def flattened(compose: Compose) -> Iterator[Bijection]:
             yield layer
 
 
+#: Modules with a state that each evaluation in training updates.
+_UPDATED = (nn.modules.batchnorm._BatchNorm, parametrizations._SpectralNorm)
+
+
 def gauge_for(compose: Compose) -> DriftGauge:
     """A gauge for the layers of a composition with `memory="inverse"`.
 
     Raises:
-        ValueError: naming a layer with batch statistics, which a second evaluation would update twice.
+        ValueError: naming a module with a state that each evaluation updates, as batch and spectral norms.
     """
     layers = list(flattened(compose))
     for layer in layers:
         for name, module in layer.named_modules(prefix=layer.place):
             statistics = getattr(module, "running_mean", None) is not None
-            if statistics or isinstance(module, nn.modules.batchnorm._BatchNorm):
+            hooks = module._forward_pre_hooks.values()  # the older spectral_norm is one
+            if statistics or isinstance(module, _UPDATED) or any(isinstance(hook, SpectralNorm) for hook in hooks):
                 raise ValueError(
-                    f"memory='inverse' runs every layer twice, and {name} ({type(module).__name__}) keeps statistics "
-                    "of its batches: use ActNorm, a norm of each example by itself, or memory='store'"
+                    f"memory='inverse' runs every layer twice, and {name} ({type(module).__name__}) updates its state "
+                    "each time: use ActNorm, a norm of each example by itself, or memory='store'"
                 )
     return DriftGauge(len(layers))
 
@@ -222,7 +230,7 @@ def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor
     is too inaccurate (see `DriftGauge`). Only `forward` works this way; `inverse` stores activations.
 
     Shapes: as for `compose`.
-    Errors: RuntimeError on a second derivative; RunError from the gauge.
+    Errors: RuntimeError on a second derivative and under the transforms of torch.func; RunError from the gauge.
     Source: Gomez et al. 2017, "The Reversible Residual Network", section 3.2.
 
     Example:
@@ -233,6 +241,8 @@ def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor
         >>> x.grad
         tensor([[2.]])
     """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError("memory='inverse' does not work under torch.func: use memory='store'")
     logdet, number = x.new_zeros(len(x)), 0
     for recomputes_itself, group in groupby(flattened(compose), _recomputes_itself):
         layers = list(group)

@@ -238,8 +238,17 @@ def outputs(net: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None,
     """`net(x, cond, mask)` (B, channels, *space) in the precision of x, though the network may run in half precision.
 
     Events without a position have empty outputs: convolutions refuse them.
+
+    Raises:
+        ValueError: for an output of another shape, which would be broadcast.
     """
-    return x.new_zeros(len(x), channels, *x.shape[2:]) if 0 in x.shape[2:] else net(x, cond, mask).to(x.dtype)
+    shape = (len(x), channels, *x.shape[2:])
+    if 0 in x.shape[2:]:
+        return x.new_zeros(shape)
+    y = net(x, cond, mask)
+    if y.shape != shape:
+        raise ValueError(f"{type(net).__name__} returned {tuple(y.shape)} for {tuple(x.shape)}, expected {shape}")
+    return y.to(x.dtype)
 
 
 #: Attributes that a network needs in addition to `net(x, cond, mask)`.

@@ -24,7 +24,7 @@ from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze2d, require_division
 from genmodels.nn.attention_block import AttentionKind, Site, check_heads, is_for_maps
-from genmodels.nn.condition import Condition
+from genmodels.nn.condition import Condition, require_condition
 from genmodels.nn.coupling_networks import GatedConvNet, ResidualConvNet
 from genmodels.nn.dit import PositionEmbedding, TokenTransformer
 from genmodels.nn.perceptron import MLP
@@ -260,6 +260,7 @@ class TokenNet(nn.Module):
         cond: Condition | None = None,
     ):
         super().__init__()
+        require_condition(cond)
         if cond is not None and cond.kind != "labels":
             raise ValueError(f"the networks of Jet are conditioned on labels, not on {cond}")
         self.in_channels, self.out_channels = in_channels, out_channels

@@ -49,8 +49,9 @@ class Dequantize(nn.Module):
             raise ValueError(f"{type(self).__name__}: levels must be at least 2, got {levels}")
         self.levels = levels
         low, high = _cells(self.levels)
-        self.register_buffer("low", low, persistent=False)
-        self.register_buffer("high", high, persistent=False)
+        precision = torch.get_default_dtype()  # that of the flow; every float32 number is one of float64
+        self.register_buffer("low", low.to(precision), persistent=False)
+        self.register_buffer("high", high.to(precision), persistent=False)
 
     def forward(self, x: Tensor, generator: Generator, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`(v, contribution)` with fresh noise: points in [0, 1), and the term to add to their log-density."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from genmodels.core.likelihood import log_mean_exp
 from genmodels.core.random import Generator, KeyedGenerator
 from genmodels.core.tensors import outside_inference, usable
-from genmodels.flows.bijection import undone_on_failure
+from genmodels.flows.bijection import require_mask, undone_on_failure
 from genmodels.flows.dequantize import Dequantize, GaussianNoise
 from genmodels.flows.flow import (
     Flow,
@@ -145,6 +145,8 @@ class DiscreteFlow(nn.Module):
         for name, value in (("x", x), ("cond", cond), ("mask", mask)):
             if value is not None or name == "x":
                 require_tensor(name, value)
+        if mask is not None:
+            require_mask(type(self).__name__, mask, x)
         if not torch.compiler.is_compiling():
             of_mask = mask_fault(self.flow.bijection, self.flow.event_shape, mask)
             of_labels = labels_fault(cond, self.num_classes, self.null_class)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Latents
-from genmodels.core.errors import an
+from genmodels.core.errors import an, at_least
 from genmodels.core.random import Generator
 from genmodels.core.tensors import module_table
 from genmodels.flows.bases import Distribution
-from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape, fits
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized, Shape, fits
 from genmodels.flows.composition import Compose
 from genmodels.flows.multiscale import MultiScale
 from genmodels.flows.squeeze import Squeeze1d
@@ -63,7 +67,9 @@ def require_tensor(name: str, value: object) -> None:
 
 
 def require_dtype(module: nn.Module, x: Tensor) -> None:
-    """Raise ValueError when x and module are in single and double precision; layers convert half precision.
+    """Raise ValueError when x and module are in single and double precision, or the module in half or x complex.
+
+    Layers convert half precision of x.
 
     Example:
         >>> require_dtype(nn.Linear(1, 1), torch.zeros(1, dtype=torch.float64))
@@ -73,6 +79,11 @@ def require_dtype(module: nn.Module, x: Tensor) -> None:
     """
     own = next((p.dtype for p in module.parameters() if p.is_floating_point()), x.dtype)
     both = (torch.float32, torch.float64)
+    if x.is_complex():
+        raise ValueError(f"x must be real, got {str(x.dtype).removeprefix('torch.')}")
+    if own in (torch.float16, torch.bfloat16):
+        raise ValueError(f"the flow is {str(own).removeprefix('torch.')}, too coarse for an exact density: call "
+                         "flow.float(), and run it in torch.autocast")
     if own != x.dtype and own in both and x.dtype in both:
         there, here = ("flow.double()", "x.float()") if own == torch.float32 else ("flow.float()", "x.double()")
         names = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, own)]
@@ -88,7 +99,7 @@ def require_count(n: int) -> None:
         ...
         ValueError: n, the number of samples, must be a whole number from 0 on, got -1
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
         raise ValueError(f"n, the number of samples, must be a whole number from 0 on, got {n!r}")
 
 
@@ -140,14 +151,24 @@ def levels_fault(x: Tensor, levels: int, mask: Tensor | None) -> Fault | None:
 
 
 def frames_together(bijection: Bijection) -> int:
-    """How many neighbouring frames the squeezes of a bijection of sequences turn into one.
+    """How many neighbouring frames the squeezes of a bijection of sequences turn into one: lengths are multiples of it.
 
     Example:
         >>> from genmodels.flows.composition import Compose
         >>> frames_together(Compose([Squeeze1d(2), Squeeze1d(2)], (3, 8)))
         4
     """
-    return math.prod(layer.factor for layer in bijection.modules() if isinstance(layer, Squeeze1d))
+    return math.lcm(*(together.numerator for together in accumulate(_squeezes(bijection), operator.mul)))
+
+
+def _squeezes(module: nn.Module, undone: bool = False) -> Iterator[Fraction]:
+    """The factors of squeezes in the order of `forward`, 1 over the factor where one is undone."""
+    if isinstance(module, Squeeze1d):
+        yield Fraction(1, module.factor) if undone else Fraction(module.factor)
+    children = list(module.children())
+    inside = undone != isinstance(module, Inverse)
+    for child in children[::-1] if inside else children:
+        yield from _squeezes(child, inside)
 
 
 def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) -> Fault | None:
@@ -254,7 +275,11 @@ class Flow(nn.Module):
         """
         require_initialized(self.bijection, "Flow.sample")
         require_count(n)
+        if not isinstance(generator, Generator):
+            raise ValueError(f"generator must be a torch.Generator or a KeyedGenerator, got {generator!r}")
         self._check_values(cond, mask)
+        if mask is not None and (mask.dim() != 3 or len(mask) != n):
+            raise ValueError(f"mask must have a row for each of {n} samples, ({n}, 1, T), got {tuple(mask.shape)}")
         return self._inverse(self._noise(n, cond, temperature, generator, self._latent_shape(mask, length)), cond, mask)
 
     def latents(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Latents:
@@ -267,20 +292,22 @@ class Flow(nn.Module):
     def from_latents(self, latents: Latents, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The inverse of `latents`; `mask` is the mask of x."""
         require_initialized(self.bijection, "Flow.from_latents")
+        if not isinstance(latents, Latents):
+            raise ValueError(f"from_latents takes Latents, as `latents` returns them, got {type(latents).__name__}")
         self._check_values(cond, mask)
         return self._inverse(self._join(latents), cond, mask)
 
     def resample(
-        self, latents: Latents, scales: Sequence[int], generator: Generator, temperature: float = 1.0, *,
+        self, latents: Latents, scales: Iterable[int], generator: Generator, temperature: float = 1.0, *,
         cond: Tensor | None = None,
     ) -> Latents:
         """Replaces some scales (0 is the finest) by fresh noise.
 
         With a keyed generator the noise of a scale does not depend on which other scales are replaced.
         """
-        count = len(latents)
+        count, scales = len(latents), list(scales)
         if any(not -count <= number < count for number in scales):
-            raise ValueError(f"scales must lie in 0..{count - 1}, the scales of these latents, got {list(scales)}")
+            raise ValueError(f"scales must lie in 0..{count - 1}, the scales of these latents, got {scales}")
         chosen = {number % count for number in scales}
         z = self._join(latents)
         fresh = self._split(self._noise(len(z), cond, temperature, generator, tuple(z.shape[1:]), like=z))
@@ -323,8 +350,13 @@ class Flow(nn.Module):
         return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
 
     def _latent_shape(self, mask: Tensor | None, length: int | None) -> Shape:
-        if length is not None and None not in self.event_shape:
-            raise ValueError(f"length={length} is for sequences of an open length, events are {self.event_shape} here")
+        if length is not None:
+            at_least(0, length=length)
+            if None not in self.event_shape:
+                raise ValueError(f"length={length} is for sequences of an open length, events are {self.event_shape} "
+                                 "here")
+            if mask is not None and mask.shape[-1] != length:
+                raise ValueError(f"length={length}, but the mask has {mask.shape[-1]} frames: leave length out")
         length = mask.shape[-1] if length is None and mask is not None else length
         shape = tuple(length if n is None else n for n in self.event_shape)
         if None in shape:

@@ -316,6 +316,8 @@ def examine(bijection: Bijection, x: Tensor, cond: Tensor | None = None, mask: T
         >>> [layer.kind for layer in health.layers], health.first_drifting()
         (['ActNorm', 'Flip'], None)
     """
+    if x.numel() == 0:
+        raise ValueError(f"examine needs data, got {tuple(x.shape)}")
     x = hide(x, mask)  # padding has no round trip
     scales: dict[nn.Module, float] = {}
 

@@ -269,6 +269,8 @@ class PadToMultiple:
         """The longer sequences and their mask; frames that are not valid come out as zeros."""
         if x.dim() != 3:
             raise ValueError(f"PadToMultiple takes sequences (B, C, T), got {tuple(x.shape)}")
+        if not x.is_floating_point() and not float(self.floor).is_integer():
+            raise ValueError(f"PadToMultiple appends {self.floor:.4g}, which {x.dtype} cannot hold: give floor=0")
         missing = -x.shape[-1] % self.factor
         if mask is None:
             return pad(x, (0, missing), value=self.floor), None

@@ -20,7 +20,7 @@ from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d, require_division
 from genmodels.nn.attention import StaticCache
 from genmodels.nn.attention_block import AttentionKind, Site
-from genmodels.nn.condition import Condition
+from genmodels.nn.condition import Condition, require_condition
 from genmodels.nn.dit import TokenTransformer
 
 
@@ -116,6 +116,7 @@ class MetaBlock(Bijection):
         channels, *space = self.event_shape
         if len(space) not in (1, 2) or channels is None or (len(space) == 2 and None in space) or 0 in self.event_shape:
             raise self._misfit("(C, H, W) or (C, T)", self.event_shape)
+        require_condition(cond)
         if cond is not None and cond.kind != "labels":
             raise ValueError(f"a meta-block is conditioned on labels, not on {cond}")
         self.channels, self.reverse = channels, reverse
@@ -340,7 +341,7 @@ def tarflow(
         torch.Size([3, 4, 2, 2])
     """
     shape = as_shape(event_shape)
-    if len(shape) not in (2, 3):
+    if len(shape) not in (2, 3) or shape[0] is None or (len(shape) == 3 and None in shape):
         raise ValueError(f"tarflow takes images (C, H, W) or sequences (C, T), not events of shape {shape}: use "
                          "model=maf for vectors")  # fmt: skip
     at_least(1, blocks=blocks, patch=patch)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
-from genmodels.core.errors import InputError, at_least, check_number, one_of, only_for
+from genmodels.core.errors import InputError, at_least, check_number, one_of, only_for, require_finite_rows
 from genmodels.core.likelihood import Likelihood, check_importance_samples
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
+from genmodels.core.tensors import hide
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection, Inverse
@@ -184,7 +185,12 @@ class FlowModel(GenerativeModel):
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
-        """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
+        """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights.
+
+        Errors: NotFinite for such a value; InputError for constant columns and too few items; RuntimeError when called
+        a second time.
+        """
+        require_finite_rows(hide(batch.x, batch.mask))
         rows = max(2, self._rows_to_whiten(len(batch)), min(len(batch), _INITIAL_SCALARS // self.spec.dims))
         chosen = spread_rows(len(batch), rows)
         part = self._with_noise(batch.rows(chosen), KeyedGenerator(self.seed, chosen, "initialize"))

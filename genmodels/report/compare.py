@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
-from genmodels.core.errors import InputError, Interrupted, RunError, counted
+from genmodels.core.errors import InputError, Interrupted, RunError
 from genmodels.core.files import cache_folder, write_text, write_whole
 from genmodels.core.processes import Ranks
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation, check_options
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.report import Report, Skipped, plain
-from genmodels.evaluation.table import MEASURES, UNITS, Table, condition_of, labelled, make_table, same_items, side
+from genmodels.evaluation.table import UNITS, Table, labelled, make_table, same_items
 from genmodels.models.build import construct
 from genmodels.report import likelihoods, quality
 from genmodels.report.figures import DARK, LIGHT
+from genmodels.report.likelihoods import as_csv, as_markdown, as_text, filled, summary_title
 from genmodels.report.parts import Gallery, Model, facts, legal, number, typeset, with_error
 from genmodels.training.loggers import LoggerOptions, log_evaluation
-from genmodels.verification.check import table as aligned
 
 #: All values are escaped, in text and attributes; an undefined name is an error, None is empty.
 TEMPLATES = Environment(
@@ -117,9 +115,6 @@ SECTIONS: list[tuple[str, str, Callable]] = [
 ]
 
 
-_OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
-
-
 @dataclass
 class Comparison:
     """Models evaluated on the same items: their table, where it was written, and what failed.
@@ -140,11 +135,11 @@ class Comparison:
         return as_text(self.table)
 
     def _repr_html_(self) -> str:
-        columns, rows = _filled(self.table)
+        columns, rows = filled(self.table)
         lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         head = "".join(f"<th>{escape(column)}</th>" for column in columns)
         notes = "".join(f"<br>{escape(note)}" for note in [*self.table.notes, *self.failed, f"page: {self.page}"])
-        return f"<table><caption>{escape(_summary_title(self.table))}</caption><tr>{head}</tr>{lines}</table>{notes}"
+        return f"<table><caption>{escape(summary_title(self.table))}</caption><tr>{head}</tr>{lines}</table>{notes}"
 
 
 def compare(
@@ -169,7 +164,7 @@ def compare(
         return None
     targets = _targets([evaluation.opened for evaluation in evaluations], request.out, several)
     folders = [evaluation.opened.path.resolve().parent for evaluation in evaluations]
-    folder = Path(request.out or os.path.commonpath(folders)) if several else None
+    folder = Path(request.out or table_folder(folders)) if several else None
     _check_unnamed(targets if request.out is not None else [], folder)
     done, lines = _run(evaluations, targets, first, failures)
     table = make_table(
@@ -179,6 +174,7 @@ def compare(
     lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
     if folder is not None:
+        lines += _keep_fuller(folder / "table.json", _held_in(plain(table)))
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
             write_text(folder / name, text)
@@ -190,6 +186,17 @@ def compare(
         log_evaluation(evaluation.opened.path, options, plain(evaluation.report), evaluation.opened.model.spec.name)
     faults = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
     return Comparison(table, page, [*lines, f"page: {page}"], [*failures.values(), *faults])
+
+
+def table_folder(folders: Sequence[Path]) -> Path:
+    """The folder that runs share, `comparison` inside it where it is that of a run, which has a page of its own.
+
+    Example:
+        >>> table_folder([Path("runs/a"), Path("runs/b")]), table_folder([Path("runs/a"), Path("runs/a")])
+        (PosixPath('runs'), PosixPath('runs/a/comparison'))
+    """
+    common = Path(os.path.commonpath(folders))
+    return common / "comparison" if common in folders else common
 
 
 def _opened(
@@ -301,7 +308,7 @@ def in_one_network(reports: list[Report]) -> list[Report]:
 
 def _write(evaluation: Evaluation, target: Path) -> list[str]:
     """Write a report with its arrays and pictures; returns lines for the user."""
-    lines = _keep_fuller(target, set(evaluation.report.seconds), evaluation.report.data.item_hash)
+    lines = _keep_fuller(target, _held_in(plain(evaluation.report)))
     evaluation.report.arrays = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
     write_report(evaluation.report, target)
@@ -312,31 +319,57 @@ def _write(evaluation: Evaluation, target: Path) -> list[str]:
     return lines
 
 
-def _keep_fuller(target: Path, stages: set[str], items: str) -> list[str]:
-    """Rename an earlier report, with its arrays and page, if it has other items, or stages that the new one lacks.
+class _Held(NamedTuple):
+    """What a report or a table holds: its JSON, its items, and its stages and models."""
 
-    A report that was renamed earlier is replaced only if it has the same items and no further stages.
+    content: dict
+    items: str
+    parts: set[str]
+
+    def beyond(self, new: _Held) -> str:
+        """What the new one lacks of it, in words; empty for nothing."""
+        further = sorted(self.parts - new.parts)
+        return "results of other items" if self.items != new.items else f"{', '.join(further)} too" if further else ""
+
+
+def _keep_fuller(target: Path, new: _Held | None) -> list[str]:
+    """Rename an earlier report or table, with its files, that has other items, or stages or models the new one lacks.
+
+    One that was renamed earlier is replaced only if it has the same items and nothing further.
     """
     held = _held(target)
-    if held is None or not (further := _lacking(held, stages, items)):
+    if held is None or new is None or not (further := held.beyond(new)):
         return []
-    aside, number = target.with_stem(f"{target.stem}_before"), 2
-    while (kept := _held(aside)) is not None and _lacking(kept, set(held["seconds"]), held["data"]["item_hash"]):
-        aside, number = target.with_stem(f"{target.stem}_before{number}"), number + 1
-    write_report(held | {"arrays": arrays_target(aside).name}, aside)
-    for suffix in (arrays_target(target).suffix, ".html"):
-        if target.with_suffix(suffix).exists():
-            target.with_suffix(suffix).replace(aside.with_suffix(suffix))
+    before, number = "_before", 2
+    while (kept := _held(target.with_stem(target.stem + before))) is not None and kept.beyond(held):
+        before, number = f"_before{number}", number + 1
+    pages = [target.with_name("report.html"), *map(target.with_suffix, (".md", ".csv"))]
+    files = pages if _is_table(held.content) else [arrays_target(target), target.with_suffix(".html")]
+    for file in filter(Path.exists, [target, *files]):
+        file.replace(file.with_stem(file.stem + before))
+    aside = target.with_stem(target.stem + before)
+    if not _is_table(held.content):
+        write_report(held.content | {"arrays": arrays_target(aside).name}, aside)
     return [f"{target} held {further}: kept as {aside.name}"]
 
 
-def _held(target: Path) -> dict | None:
-    """The content of a report; None without one."""
+def _held(target: Path) -> _Held | None:
+    """What the report or table in a file holds; None without one."""
+    return _held_in(_read(target))
+
+
+def _held_in(content: Any) -> _Held | None:
     try:
-        held = _read(target)
-        return held if {*held["seconds"]} and held["data"]["item_hash"] else None
+        reports = content["models"] if _is_table(content) else [content]
+        parts = {stage for report in reports for stage in report["seconds"]}
+        parts |= {report["checkpoint"]["path"] for report in reports} if _is_table(content) else set()
+        return _Held(content, content["data"]["item_hash"], parts) if parts else None
     except (KeyError, TypeError):
         return None
+
+
+def _is_table(content: Any) -> bool:
+    return isinstance(content, dict) and {"rows", "models"} <= {*content}
 
 
 def _read(file: Path) -> Any:
@@ -347,13 +380,6 @@ def _read(file: Path) -> Any:
         return None
 
 
-def _lacking(held: dict, stages: set[str], items: str) -> str:
-    """What a report holds that one of these stages and items would lack, in words; empty for nothing."""
-    further = sorted(set(held["seconds"]) - stages)
-    return "results of other items" if held["data"]["item_hash"] != items else (
-        f"{', '.join(further)} too" if further else "")
-
-
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
     """The file of each report; reports that would share a file are numbered."""
     if several and out is not None and Path(out).suffix in (".json", ".html", ".csv"):
@@ -361,11 +387,10 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
     targets: list[Path] = []
     for one in opened:
         evaluated = one.items if one.limited else None
-        target = report_target(one.path, out, several, one.request.split, evaluated)
+        target = first = report_target(one.path, out, several, one.request.split, evaluated)
         number = 2
         while target in targets:
-            target = target.with_name(f"{target.stem}_{number}.json")
-            number += 1
+            target, number = first.with_name(f"{first.stem}_{number}.json"), number + 1
         targets.append(target)
     for target in targets:
         if target.suffix != ".json":
@@ -376,69 +401,14 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
 def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
     """Raise an InputError if files of these reports, or of the table in the folder, would replace the user's own."""
     taken = [place for target in reports if _held(target) is None
-             for place in (arrays_target(target), target.with_suffix(".html")) if place.exists()]
+             for place in (target, arrays_target(target), target.with_suffix(".html")) if place.exists()]
     if taken:
         raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give another out=")
     if folder is None:
         return
-    held = _read(folder / "table.json")
-    taken = [] if isinstance(held, dict) and {"rows", "models"} <= {*held} else ["table.json", "table.md"]
-    taken += ["report.html"] if taken and _held(folder / "report.json") is None else []
-    taken = [folder / name for name in taken if (folder / name).exists()]
+    names = [] if _is_table(_read(folder / "table.json")) else ["table.json", "table.md", "report.html"]
+    taken = [folder / name for name in names if (folder / name).exists()]
     with contextlib.suppress(OSError), open(folder / "table.csv", encoding="utf-8", errors="replace") as file:
         taken += [] if file.readline().startswith("row,model,checkpoint,") else [folder / "table.csv"]
     if taken:
         raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give out=<folder>")
-
-
-def as_text(table: Table) -> str:
-    """The table for the terminal with its notes; empty columns are left out."""
-    rows = aligned([row.cells for row in table.rows], table.columns, rule=True)
-    return "\n".join([_summary_title(table), rows, *table.notes])
-
-
-def _summary_title(table: Table) -> str:
-    return f"{table.data.name}, {table.data.split} split, {counted(table.data.items, 'item')}"
-
-
-def as_markdown(table: Table) -> str:
-    """The same cells in Markdown."""
-    columns, rows = _filled(table)
-    every = (columns, ["---"] * len(columns), *rows)
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every]
-    return "\n".join([*lines, "", *(f"- {note}" for note in table.notes), ""])
-
-
-def as_csv(table: Table) -> str:
-    """One line per row as comma separated values: numbers in full, unknown ones left empty.
-
-    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are the bounds of the
-    true value that its kind implies, with two standard errors. Distances have errors too.
-    """
-    rows = []
-    for index, row in enumerate(table.rows, 1):
-        report = table.models[row.model]
-        checkpoint, fidelity, sampling = report.checkpoint, report.fidelity, report.sampling
-        line = None if row.likelihood is None else report.likelihood[row.likelihood]
-        likelihood = {} if line is None else {
-            "value": line.value, "error": line.se_data, "unit": line.unit, "kind": line.kind, "low": side(line, 0),
-            "high": side(line, 1), "given": condition_of(line), "items": line.n, "how": line.how, "rank": row.rank}
-        rows.append({
-            "row": index, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
-            "step": checkpoint.step, "weights": checkpoint.weights,
-            **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
-            **{column + part: getattr(fidelity, key + part, None) for key, column in MEASURES
-               for part in ("", "_error")},
-            "samples": getattr(fidelity, "n", None), "evaluations": getattr(sampling, "evaluations", None),
-            "samples_per_second": getattr(sampling, "samples_per_second", None)})
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _filled(table: Table) -> tuple[list[str], list[list[str]]]:
-    rows = [row.cells for row in table.rows]
-    used = [i for i in range(len(table.columns)) if any(cells[i] for cells in rows)]
-    return [table.columns[i] for i in used], [[cells[i] for i in used] for cells in rows]

@@ -1,12 +1,16 @@
-"""Likelihoods on the page: the headline, the table in groups of one kind, and the values of single items."""
+"""The table as text; likelihoods on the page: the headline, the table in groups, and the values of single items."""
 
 from __future__ import annotations
 
+import csv
+import io
+
 import numpy as np
 
+from genmodels.core.errors import counted
 from genmodels.data.base import items_of
 from genmodels.evaluation.report import Item, LikelihoodLine, Reference
-from genmodels.evaluation.table import SCORES, UNITS, Table
+from genmodels.evaluation.table import MEASURES, SCORES, UNITS, Table, condition_of, side
 from genmodels.report.figures import Field, Figure, Rule, Series, figure
 from genmodels.report.parts import (
     KINDS,
@@ -25,9 +29,66 @@ from genmodels.report.parts import (
     with_error,
     with_mark,
 )
+from genmodels.verification.check import table as aligned
 
 _BINS = 40
 _TAIL = 0.002  # share of items beyond either end of a histogram, which are counted in its last bin
+_OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
+
+
+def as_text(table: Table) -> str:
+    """The table for the terminal with its notes; empty columns are left out."""
+    rows = aligned([row.cells for row in table.rows], table.columns, rule=True)
+    return "\n".join([summary_title(table), rows, *table.notes])
+
+
+def summary_title(table: Table) -> str:
+    """The data of a table in words."""
+    return f"{table.data.name}, {table.data.split} split, {counted(table.data.items, 'item')}"
+
+
+def as_markdown(table: Table) -> str:
+    """The same cells in Markdown."""
+    columns, rows = filled(table)
+    every = (columns, ["---"] * len(columns), *rows)
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every]
+    return "\n".join([summary_title(table), "", *lines, "", *(f"- {note}" for note in table.notes), ""])
+
+
+def as_csv(table: Table) -> str:
+    """One line per row as comma separated values: numbers in full, unknown ones left empty.
+
+    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are the bounds of the
+    true value that its kind implies, with two standard errors. Distances have errors too.
+    """
+    rows = []
+    for index, row in enumerate(table.rows, 1):
+        report = table.models[row.model]
+        checkpoint, fidelity, sampling = report.checkpoint, report.fidelity, report.sampling
+        line = None if row.likelihood is None else report.likelihood[row.likelihood]
+        likelihood = {} if line is None else {
+            "value": line.value, "error": line.se_data, "unit": line.unit, "kind": line.kind, "low": side(line, 0),
+            "high": side(line, 1), "given": condition_of(line), "items": line.n, "how": line.how, "rank": row.rank}
+        rows.append({
+            "row": index, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
+            "step": checkpoint.step, "weights": checkpoint.weights,
+            **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
+            **{column + part: getattr(fidelity, key + part, None) for key, column in MEASURES
+               for part in ("", "_error")},
+            "samples": getattr(fidelity, "n", None), "evaluations": getattr(sampling, "evaluations", None),
+            "samples_per_second": getattr(sampling, "samples_per_second", None)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def filled(table: Table) -> tuple[list[str], list[list[str]]]:
+    """The columns with a cell that is not empty: their names and rows."""
+    rows = [row.cells for row in table.rows]
+    used = [i for i in range(len(table.columns)) if any(cells[i] for cells in rows)]
+    return [table.columns[i] for i in used], [[cells[i] for i in used] for cells in rows]
 
 
 def headline(models: list[Model]) -> list[tuple[str, str, str]]:

@@ -332,8 +332,7 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     result = f"result:   step {model.trainer.global_step}, {figures}"
     result += "".join(f"; best.ckpt is of step {step}" for _, step in best_of(folder))
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
-    trust = model.run_config.get("trust")
-    named = typed("ckpt", ckpt) + (f" {typed('trust', trust)}" if trust else "")
+    named = typed("ckpt", ckpt, model.run_config.get("trust"))
     command = f"{sample} {named} {wanted}" if model.generates else f"genmodels transcribe {named} a.wav"
     return [result, f"sample:   {command}", f"evaluate: {evaluate} {named}"]
 

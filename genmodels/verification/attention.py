@@ -95,7 +95,7 @@ def check(
         (True, 'passed')
     """
     specs, limits = CHECKS.choose(only, without), dict(tolerances or {})
-    CHECKS.choose(limits)
+    CHECKS.require(limits)
     claimed = frozenset(capabilities)
     for capability in sorted(claimed - set(CAPABILITIES)):
         raise ValueError(f"there is no capability {capability!r}:{hint(capability, CAPABILITIES, '')} "

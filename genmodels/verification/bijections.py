@@ -295,9 +295,11 @@ def check_bijection(
         >>> report.passed, report["log-det forward"].status
         (True, 'passed')
     """
+    if isinstance(layer, type):
+        raise TypeError(f"the class {layer.__name__} is no layer: give an instance, {layer.__name__}(...)")
     specs = CHECKS.choose(only, without)
     limits = dict(tolerances or {})
-    CHECKS.choose(limits)
+    CHECKS.require(limits)
     if not getattr(layer, "exact_inverse", True):
         limits = {**ITERATIVE, **limits}
     subject = prepare(

@@ -242,13 +242,20 @@ class CheckSet:
         return join
 
     def choose(self, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> list[CheckSpec]:
-        """The checks of these names, all by default, in the order of the set; ValueError for an unknown name."""
-        for name in (*(only or ()), *without):
+        """The checks of these names, by default all, in order; ValueError for an unknown name or for none."""
+        only, without = list(self.specs if only is None else only), list(without)
+        self.require(only + without)
+        chosen = [spec for spec in self.specs.values() if spec.name in only and spec.name not in without]
+        if not chosen:
+            raise ValueError(f"no check is left to run: the checks are {', '.join(self.specs)}")
+        return chosen
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise ValueError for a name that is no check."""
+        for name in names:
             if name not in self.specs:
                 raise ValueError(f"there is no check {name!r}:{hint(name, self.specs, '')} "
                                  f"the checks are {', '.join(self.specs)}")
-        chosen = set(self.specs if only is None else only) - set(without)
-        return [spec for spec in self.specs.values() if spec.name in chosen]
 
     def run(
         self, subject: Any, specs: Iterable[CheckSpec] | None = None, tolerances: Mapping[str, float] | None = None,
@@ -260,7 +267,7 @@ class CheckSet:
         does not affect the next.
         """
         given = dict(tolerances or {})
-        self.choose(given)
+        self.require(given)
         tensors = [value for value in getattr(subject, "__dict__", {}).values() if hasattr(value, "copy_")]
         kept = [value.clone() for value in tensors]
         for spec in self.specs.values() if specs is None else specs:

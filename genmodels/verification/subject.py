@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genmodels.flows.bijection import Freeze, Inverse
+from genmodels.flows.bijection import Freeze, Inverse, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.multiscale import MultiScale
 from genmodels.flows.scaling import Logit
@@ -255,6 +255,10 @@ def prepare(
     seed: int, **options,
 ) -> Subject:
     """The subject of a layer: copied, converted to float64, perturbed, then initialised as in training."""
+    shape = as_shape(shape)
+    for name, given in (("x_range", x_range), ("z_range", z_range)):
+        if given is not None and not given[0] < given[1]:
+            raise ValueError(f"{name} must be (low, high) with low < high, got {given}")
     uses_cond = getattr(layer, "uses_cond", cond is not None)
     if uses_cond and cond is None:
         raise ValueError(f"{type(layer).__name__} needs a condition: give cond with a row for each example")
@@ -272,7 +276,6 @@ def prepare(
     work = copy.deepcopy(layer).double().eval()
     if randomise:
         perturb(work, generator)
-    shape = tuple(shape)
     x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
     if tuple(x.shape[1:]) != shape:
         raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")

@@ -170,6 +170,7 @@ LINES = [
     (["run_dir=${nothing}"], "nothing"),
     (["~nothing"], "nothing"),
     (["hydra.nothing=1"], "nothing"),
+    (["hydra.run.dir=x"], "hydra.run.dir=x is a setting of sweeps, without effect on one run: add -m"),
     (["model@other=ddpm"], "model@other"),
 ]
 

@@ -84,6 +84,19 @@ def test_the_folder_loads_and_its_card_says_what_was_measured(folder, tmp_path, 
     assert gm.load(tmp_path / "card").sample(2).x.shape == (2, 2)
 
 
+def test_a_card_marks_what_is_unreliable(folder, tmp_path):
+    doubtful = line_of("2 chains", value=5.75, unit="nats", kind="ais", mark="~?", error=0.2) | {
+        "optimistic": True, "unreliable": "few chains count"}
+    open_ = line_of("3 chains", value=None, unit="nats", kind="ais", mark="~?", error=None) | {
+        "unreliable": "chains disagree", "bracket": {"lower": 3.89, "upper": 7.42}}
+    (folder / "report.json").write_text(json.dumps(evaluated(folder) | {"likelihood": [doubtful, open_]}))
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "| `~? 5.7500(2000)` | nats | ais, optimistic, unreliable | 2 chains |" in card
+    assert "| `~? 3.8900 to 7.4200` | nats | ais, unreliable | 3 chains |" in card
+    assert "`~?` estimated by annealed importance sampling" in card
+
+
 @pytest.mark.parametrize(("change", "said"), [
     ({"likelihood": []}, "Not evaluated yet"),
     ({"weights": "raw"}, "of plane (not all), by the raw weights (ema=false)."),

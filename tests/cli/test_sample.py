@@ -210,3 +210,16 @@ def test_text_from_a_file_to_samples_with_gaps_and_a_page(tmp_path, capsys):
     assert "bits/character" in said and "frequencies of pairs of bytes" in said and "bits/dim" not in said
     page = next(tmp_path.glob("e*.html")).read_text(encoding="utf-8")
     assert page.count('class="written"') == 8
+
+
+def test_a_folder_keeps_pictures_that_are_no_samples_and_names_those_of_others(folder, capsys, tmp_path):
+    Image.new("L", (4, 4)).save(tmp_path / "000001.png")
+    photo = (tmp_path / "000001.png").read_bytes()
+    assert main(["sample", f"ckpt={folder}", "n=2", f"out={tmp_path}"]) == 2
+    assert "000001.png is no sample and would be replaced: name another folder by out=" in capsys.readouterr().err
+    assert (tmp_path / "000001.png").read_bytes() == photo and len(list(tmp_path.iterdir())) == 1
+    assert main(["sample", f"ckpt={folder}", "n=1", f"out={tmp_path}"]) == 0  # 000000 alone
+    assert "of other samples" not in capsys.readouterr().out
+    assert main(["sample", f"ckpt={folder}", "n=3", "seed=1", f"out={tmp_path}/s"]) == 0
+    assert main(["sample", f"ckpt={folder}", "n=2", "seed=2", f"out={tmp_path}/s"]) == 0
+    assert "1 picture there of other samples, such as 000002.png" in capsys.readouterr().out

@@ -300,3 +300,10 @@ def test_every_point_of_an_evaluation_has_a_place_of_its_own(ckpt, swept, more, 
     assert point.report([word], {"ckpt": ckpt} | more) == ({} if out is None else {"out": out})
     if out == "comparison_split-val":  # the next sweep of other checkpoints
         assert point.report([word], {"ckpt": ckpt}) == {"out": f"{out}_2"}
+
+
+@pytest.mark.parametrize("word", ["seed=range(0)", "seed=range(3,1)", "model.optimizer.lr=glob(*)"])
+def test_a_sweep_over_nothing_is_refused(points, capsys, word):
+    assert cli.main(["train", "-m", word]) == 2 and points == []
+    assert f"{word.partition('=')[0]} has no values: nothing would run" in capsys.readouterr().err
+    assert not Path("runs").exists()

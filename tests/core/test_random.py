@@ -151,6 +151,8 @@ def test_either_kind_of_generator_serves():
 def test_errors():
     with pytest.raises(ValueError, match="4 rows"):
         KeyedGenerator(0, torch.arange(4)).normal((3, 2))
+    with pytest.raises(ValueError, match="seed must be a whole number, got 2.5"):
+        KeyedGenerator(2.5, torch.arange(2))
     with pytest.raises(ValueError, match="1-D integer"):
         KeyedGenerator(0, torch.zeros(2))
     with pytest.raises(ValueError, match="step"):

@@ -170,7 +170,7 @@ def test_latents_lead_back_and_depend_on_the_class():
         ({"guidance": 0.0, "cond": 3}, "leave cond out"),
         ({"clip": "soft"}, "static, dynamic"),
         ({"known": ITEM}, "give both"),
-        ({"known": ITEM, "keep": KEEP, "edit": ITEM}, "known and edit exclude each other"),
+        ({"known": ITEM, "keep": KEEP, "edit": ITEM}, "inpainting .known. and edit exclude each other"),
         ({"known": ITEM[:, :4], "keep": KEEP}, r"got \(1, 4, 8\)"),
         ({"edit": ITEM, "size": [16, 16]}, "leave size out"),
         ({"edit": ITEM, "strength": 0.0}, "strength"),

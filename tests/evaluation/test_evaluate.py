@@ -215,7 +215,7 @@ def test_a_fuller_report_is_not_lost(gaussians, tmp_path):
     assert "kept as" not in out and report(tmp_path / "a_before.json") == kept
 
 
-@pytest.mark.parametrize("name", ["a.npz", "a.html"])
+@pytest.mark.parametrize("name", ["a.json", "a.npz", "a.html"])
 def test_files_next_to_a_report_that_are_of_none_are_kept(gaussians, tmp_path, name):
     (tmp_path / name).write_bytes(b"mine")
     _, err = evaluate(f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json", "stages=[likelihood]", cwd=tmp_path, code=2)
@@ -779,12 +779,54 @@ def test_an_evaluation_interrupted_in_its_first_stage_leaves_the_report_as_it_wa
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    (tmp_path / "r.json").write_text("{}", encoding="utf-8")
-    monkeypatch.setattr(GaussianFlow, "log_likelihood", stop)
     words = [f"ckpt={gaussians}/flow", "cache=false", "stages=[likelihood]", f"out={tmp_path}/r.json"]
+    evaluate(*words, cwd=tmp_path, code=0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(GaussianFlow, "log_likelihood", stop)
     _, err = evaluate(*words, cwd=tmp_path, code=130)
     assert "interrupted: no stage was finished" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["r.json"] and (tmp_path / "r.json").read_text() == "{}"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before and "r.json" in before
+
+
+def test_tables_are_kept_like_reports(gaussians, tmp_path):
+    words, out = [f"ckpt=[{gaussians}/flow,{gaussians}/diffusion]", "draws=2"], tmp_path / "t"
+    evaluate(*words, "stages=[likelihood]", f"out={out}", cwd=tmp_path, code=0)
+    names = ("table.json", "table.md", "table.csv", "report.html")
+    first = {name: (out / name).read_bytes() for name in names}
+    assert "test split, 200 items" in (out / "table.md").read_text().splitlines()[0]
+    printed, _ = evaluate(*words, "stages=[likelihood]", "limit=20", f"out={out}", cwd=tmp_path, code=0)
+    assert f"{out / 'table.json'} held results of other items: kept as table_before.json" in printed
+    assert first == {name: (out / name.replace(".", "_before.")).read_bytes() for name in names}
+    assert "test split, 20 items" in (out / "table.md").read_text()
+    printed, _ = evaluate(*words, "stages=[likelihood,checks]", "limit=20", f"out={out}", cwd=tmp_path, code=0)
+    assert "kept as" not in printed  # the same items and models, and one stage more
+    shutil.copytree(gaussians / "flow", tmp_path / "copy")
+    words = [f"ckpt=[{gaussians}/flow,{tmp_path}/copy]"]
+    printed, _ = evaluate(*words, "stages=[likelihood,checks]", "limit=20", f"out={out}", cwd=tmp_path, code=0)
+    assert "table.json held" in printed and "diffusion" in printed and "kept as table_before2.json" in printed
+    assert first["table.json"] == (out / "table_before.json").read_bytes()
+
+
+def test_reports_that_would_share_a_file_are_numbered(gaussians, tmp_path):
+    for place in ("a", "b", "c"):
+        shutil.copytree(gaussians / "flow", tmp_path / place / "run")
+    checkpoints = ",".join(f"{tmp_path}/{place}/run" for place in "abc")
+    evaluate(f"ckpt=[{checkpoints}]", "stages=[likelihood]", "limit=20", f"out={tmp_path}/t", cwd=tmp_path, code=0)
+    found = sorted(file.name for file in (tmp_path / "t" / "run").glob("*.json"))
+    assert found == ["report_first20.json", "report_first20_2.json", "report_first20_3.json"]
+
+
+def test_a_table_of_one_run_leaves_its_page(gaussians, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(gaussians / "flow", run)
+    shutil.copy(run / "best.ckpt", run / "last.ckpt")
+    words = ["stages=[likelihood]", "limit=20"]
+    evaluate(f"ckpt={run}", "stages=[likelihood]", cwd=tmp_path, code=0)
+    page = (run / "report.html").read_bytes()
+    printed, _ = evaluate(f"ckpt=[{run}/best.ckpt,{run}/last.ckpt]", *words, cwd=tmp_path, code=0)
+    assert (run / "report.html").read_bytes() == page
+    assert f"table: {run / 'comparison' / 'table.md'}" in printed and (run / "comparison" / "report.html").exists()
+    assert (run / "report_first20.json").exists() and (run / "report_last_first20.json").exists()
 
 
 def test_points_of_a_sweep_have_reports_of_their_own(gaussians, tmp_path):

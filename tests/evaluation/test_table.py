@@ -22,7 +22,8 @@ from genmodels.evaluation.report import (
     Utterance,
 )
 from genmodels.evaluation.table import Table, make_table, measured, paired, same_items
-from genmodels.report.compare import as_csv, as_markdown, as_text, in_one_network
+from genmodels.report.compare import in_one_network
+from genmodels.report.likelihoods import as_csv, as_markdown, as_text
 
 DIMS, LEVELS = 64, 17
 

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 import genmodels.flows
+from genmodels.flows.bases import StandardNormal
 from genmodels.flows.bijection import (
     Around,
     Bijection,
     Channelwise,
     Freeze,
     Inverse,
+    NotInitialized,
     at_each_position,
     per_example,
     positions,
@@ -26,6 +28,7 @@ from genmodels.flows.bijection import (
 from genmodels.flows.composition import Compose
 from genmodels.flows.dequantize import OfLevel
 from genmodels.flows.elementwise import ElementTransform
+from genmodels.flows.flow import Flow
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Whitening
 from genmodels.flows.scaling import ActNorm, DataInitialized, Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
@@ -400,6 +403,81 @@ def test_a_bijection_must_say_what_it_does():
     for call in (Bijection(), Bijection().inverse):
         with pytest.raises(NotImplementedError):
             call(torch.zeros(1, 1))
+
+
+class Returning(Bijection):
+    """A user's layer with results of the wrong shape."""
+
+    def __init__(self, rows=slice(None), logdet=None):
+        super().__init__()
+        self.rows, self.logdet = rows, logdet
+
+    def _forward(self, x, cond, mask):
+        return x[self.rows], x.new_zeros(len(x)) if self.logdet is None else self.logdet(x)
+
+    _inverse = _forward
+
+
+@pytest.mark.parametrize("wrong", [
+    {"logdet": lambda x: x.new_zeros(len(x), 1)}, {"logdet": torch.zeros_like}, {"logdet": lambda x: x.new_zeros(1)},
+    {"rows": slice(0, 1)},
+], ids=["column", "each value", "one", "rows"])  # fmt: skip
+def test_results_that_would_be_broadcast_are_refused(wrong, refuses):
+    layer, x = Returning(**wrong), torch.ones(3, 3)
+    for call in (layer, layer.inverse, Compose([layer], (3,))):
+        refuses(ValueError, "Returning returned .* one log-determinant, .B,., for each row", call, x)
+
+
+@pytest.mark.parametrize("logdet", [None, lambda x: x.new_zeros(()), lambda x: 0.0])
+def test_a_log_determinant_may_be_one_number(logdet):
+    layer = Compose([Returning(logdet=logdet), Scale(torch.full((3,), 2.0))], (3,))
+    assert layer(torch.ones(2, 3))[1].tolist() == pytest.approx([3 * math.log(2)] * 2)
+
+
+class Block(Bijection):
+    """A user's layer with parts that start from data."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.parts = hold(ActNorm(2))
+
+    @property
+    def norm(self):
+        return next(part for part in self.parts.modules() if isinstance(part, ActNorm))
+
+    def _forward(self, x, cond, mask):
+        return self.norm(x, None, mask)
+
+    def _inverse(self, z, cond, mask):
+        return self.norm.inverse(z, None, mask)
+
+
+class StartingBlock(Block):
+    def initialize(self, x, cond=None, mask=None, *, force=False):
+        self.norm.initialize(x, cond, mask, force=force)
+
+
+@pytest.mark.parametrize("hold", [
+    lambda layer: layer, lambda layer: nn.ModuleList([layer]), lambda layer: nn.ModuleDict({"a": layer}),
+    lambda layer: nn.Sequential(nn.ModuleList([nn.Identity(), layer])),
+], ids=["itself", "list", "dict", "nested"])  # fmt: skip
+def test_parts_of_own_layers_start_from_data_or_say_so(hold, refuses):
+    x = torch.randn(50, 2) * 3 + 1
+    flow = Flow(Compose([Block(hold)], (2,)), StandardNormal((2,)))
+    refuses(NotInitialized, r"layers\.0\.parts.*has not seen data", flow.log_prob, x)
+    refuses(RuntimeError, r"Block has parts that start from data \(layers\.0\.parts.*define its initialize",
+            flow.initialize, x)
+    refuses(RuntimeError, "define its initialize", flow.initialize, x, force=True)
+    own = Flow(Compose([StartingBlock(hold)], (2,)), StandardNormal((2,)))
+    own.initialize(x)
+    assert torch.allclose(own.bijection(x)[0].std(0, correction=0), torch.ones(2), atol=1e-3)
+
+
+def test_layers_may_come_from_an_iterator():
+    layers = [Scale(torch.full((2,), factor)) for factor in (2.0, 3.0)]
+    for given in (reversed(layers), iter(layers), (layer for layer in layers)):
+        z, logdet = Compose(given, (2,))(torch.ones(1, 2))
+        assert z.tolist() == [[6.0, 6.0]] and float(logdet) == pytest.approx(2 * math.log(6))
 
 
 # ---- every check of bijections on every instance of the table ----

@@ -7,6 +7,7 @@ import gc
 import math
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -241,6 +242,38 @@ def test_batch_statistics_are_refused_by_name():
         Compose(layers, (4,), memory="inverse")
     with pytest.raises(ValueError, match="store or inverse"):
         Compose(layers, (4,), memory="none")
+
+
+class SpectrallyNormed(MLP):
+    def __init__(self, *arguments, old=False, **options):
+        super().__init__(*arguments, **options)
+        norm = nn.utils.spectral_norm if old else nn.utils.parametrizations.spectral_norm
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                norm(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+@pytest.mark.parametrize("old", [False, True])
+def test_spectral_norms_are_refused(old):
+    layer = vector_coupling(4, Affine, net=partial(SpectrallyNormed, old=old))
+    with pytest.raises(ValueError, match=r"layers\.0\.net\..*updates its state"):
+        Compose([layer], (4,), memory="inverse")
+
+
+def test_function_transforms_are_refused_with_the_way_out():
+    flow = scattered(Compose([vector_coupling(4, Affine)], (4,), memory="inverse"))
+
+    def total(x):
+        return flow(x[None])[1].sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match="does not work under torch.func: use memory='store'"):
+            transform(total)(torch.randn(4))
+    flow.memory = "store"
+    x = torch.randn(4, requires_grad=True)
+    (expected,) = torch.autograd.grad(total(x), x)
+    assert torch.allclose(torch.func.grad(total)(x.detach()), expected)
 
 
 def test_second_derivatives_are_refused():

@@ -16,18 +16,20 @@ from genmodels.flows.bases import ClassNormal, DiagonalNormal, StandardNormal, U
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
-from genmodels.flows.coupling_flows import dequantisation_flow, realnvp_image, realnvp_vector
+from genmodels.flows.coupling_flows import TokenNet, dequantisation_flow, realnvp_image, realnvp_vector
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.discrete import DiscreteFlow
 from genmodels.flows.elementwise import Affine
-from genmodels.flows.flow import Flow, reference
+from genmodels.flows.flow import Flow, frames_together, reference
 from genmodels.flows.linear import Flip
 from genmodels.flows.multiscale import FactorOut, MultiScale, glow
 from genmodels.flows.scaling import ActNorm, Scale, Shift
 from genmodels.flows.spline import neural_spline
 from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d
+from genmodels.flows.tarflow import tarflow
 from genmodels.nn import MADE, MLP, Condition
 from genmodels.nn.coupling_networks import ConvNet
+from genmodels.speech.glow_tts import mel_decoder
 from tests.parameters import shaken
 
 
@@ -558,6 +560,81 @@ def test_arrays_and_numbers_of_samples():
             flow.sample(n, torch.tensor([0]), generator=source())
 
 
+@pytest.mark.parametrize("options, words", [
+    ({"length": -4}, "length must be at least 0, got -4"),
+    ({"length": 4.0}, "length must be a whole number"),
+    ({"length": "8"}, "length must be a whole number"),
+    ({"mask": torch.ones(2, 8, dtype=torch.bool)}, r"mask must have a row for each of 2 samples, \(2, 1, T\)"),
+    ({"mask": torch.ones(3, 1, 8, dtype=torch.bool)}, "mask must have a row for each of 2 samples"),
+    ({"mask": torch.ones(2, 1, 8, dtype=torch.bool), "length": 4}, "length=4, but the mask has 8 frames"),
+    ({"length": 4, "generator": None}, "generator must be a torch.Generator or a KeyedGenerator, got None"),
+    ({"length": 4, "generator": 3}, "generator must be"),
+])  # fmt: skip
+def test_samples_that_cannot_be_drawn(options, words, refuses):
+    flow = Flow(Compose([Squeeze1d(2)], (3, None)), StandardNormal((6, None)))
+    refuses(ValueError, words, flow.sample, 2, **{"generator": source(), **options})
+    assert flow.sample(np.int64(2), generator=source(), length=4).shape == (2, 3, 4)
+
+
+def test_squeezes_that_are_undone_do_not_count(refuses):
+    lower, upper = Squeeze1d(2), Compose([Squeeze1d(2), Squeeze1d(3)], (6, None))
+    there_and_back = [lower, Shift(torch.zeros(6)), upper, Inverse(upper), Inverse(lower)]
+    assert frames_together(Compose(there_and_back, (3, None))) == 12
+    twice = [Squeeze1d(2), Inverse(Squeeze1d(2)), Squeeze1d(2), Inverse(Squeeze1d(2))]
+    assert frames_together(Compose(twice, (3, None))) == 2
+    apart = [Squeeze1d(2), Inverse(Squeeze1d(2)), Squeeze1d(3), Inverse(Squeeze1d(3))]
+    assert frames_together(Compose(apart, (3, None))) == 6
+    assert frames_together(mel_decoder(4, steps=1, hidden=8, depth=1)) == 2
+    assert frames_together(Inverse(Compose([Inverse(Squeeze1d(3)), Squeeze1d(2)], (6, None)))) == 3
+    flow = Flow(Compose(twice, (3, None)), StandardNormal((3, None)))
+    mask = torch.arange(6) < torch.tensor([6, 3])[:, None, None]
+    refuses(ValueError, r"row 1 has 3 valid frames of 6.*PadToMultiple\(2\)", flow.log_prob, torch.zeros(2, 3, 6), None,
+            mask)
+
+
+def test_half_precision_and_complex_numbers_are_refused(refuses):
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        flow = Flow(Compose([coupling(2)], (2,)), StandardNormal((2,))).to(dtype)
+        refuses(ValueError, f"the flow is {name}, too coarse for an exact density: call flow.float", flow.log_prob,
+                torch.zeros(1, 2))
+    flow = Flow(Compose([coupling(2)], (2,)), StandardNormal((2,)))
+    refuses(ValueError, "x must be real, got complex64", flow.log_prob, torch.zeros(1, 2, dtype=torch.complex64))
+
+
+def test_latents_and_scales_in_other_forms(refuses):
+    bijection = glow((1, 4, 4), levels=2, steps=1, hidden=4)
+    flow = Flow(bijection, StandardNormal(bijection.out_shape((1, 4, 4))))
+    flow.initialize(torch.randn(9, 1, 4, 4))
+    latents = flow.latents(torch.randn(2, 1, 4, 4))
+    refuses(ValueError, "from_latents takes Latents, .* got Tensor", flow.from_latents, latents[0])
+    by_list, by_iterator = (flow.resample(latents, scales, source()) for scales in ([0], iter([0])))
+    assert torch.equal(by_list[0], by_iterator[0]) and not torch.equal(by_list[0], latents[0])
+
+
+def test_flows_of_integers_in_double_precision_by_default():
+    x = torch.randint(0, 4, (9, 2), generator=source())
+    wide = build_integers()
+    expected = wide.double().log_prob(x, generator=source())[0]
+    torch.set_default_dtype(torch.float64)
+    try:
+        flow = build_integers()
+        flow.load_state_dict(wide.state_dict())
+        found = flow.log_prob(x, generator=source())[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float64 and torch.allclose(found, expected, atol=1e-12)
+
+
+def build_integers():
+    return DiscreteFlow(UniformDequantize(4), Flow(Compose([coupling(2)], (2,)), StandardNormal((2,))))
+
+
+def test_masks_of_images_of_integers(refuses):
+    flow = DiscreteFlow(UniformDequantize(4), Flow(Compose([], (1, 2, 2)), StandardNormal((1, 2, 2))))
+    x, mask = torch.zeros(3, 1, 2, 2, dtype=torch.long), torch.ones(3, 1, 5, dtype=torch.bool)
+    refuses(ValueError, r"masks are for sequences \(B, C, T\)", flow.log_prob, x, None, mask, generator=source())
+
+
 def test_temperatures():
     for temperature in (float("inf"), float("nan"), 1e30, -1.0, "hot"):
         with pytest.raises(ValueError, match="temperature must be a finite number"):
@@ -687,6 +764,8 @@ def test_odd_sides_have_the_way_out_that_the_message_names():
         (lambda: glow(8), "an event shape is a tuple"),
         (lambda: glow((1, 8, 8), cond=10), r'Condition\("labels", 10\)'),
         (lambda: neural_spline(2, cond=10), r'Condition\("labels", 10\)'),
+        (lambda: tarflow((1, 4, 4), cond=10), r'Condition\("labels", 10\)'),
+        (lambda: TokenNet(2, 2, width=8, depth=1, heads=2, cond=10), r'Condition\("labels", 10\)'),
     ],
 )
 def test_parts_of_the_wrong_kind(build, message):

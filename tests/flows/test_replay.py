@@ -15,7 +15,7 @@ from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import Flip
-from genmodels.flows.replay import DriftGauge, LayerInput, smallest_scale
+from genmodels.flows.replay import DriftGauge, LayerInput, examine, smallest_scale
 from genmodels.flows.scaling import ActNorm
 from tests.flows.gradients import gradients, worst
 from tests.flows.table import checkerboard_coupling, vector_coupling
@@ -138,3 +138,7 @@ def test_smallest_scale_is_that_of_the_jacobian():
     assert smallest_scale(LayerInput(layer, x), rounds=200) == pytest.approx(
         float(torch.linalg.eigvals(jacobian).abs().min()), rel=0.02
     )
+
+
+def test_an_empty_batch_has_no_health(refuses):
+    refuses(ValueError, r"examine needs data, got \(0, 2\)", examine, Compose([ActNorm(2)], (2,)), torch.zeros(0, 2))

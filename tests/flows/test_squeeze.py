@@ -187,3 +187,9 @@ def test_padding_without_a_mask(length, expected):
 def test_padding_refuses(x, mask):
     with pytest.raises(ValueError, match="PadToMultiple"):
         PadToMultiple(2)(x, mask)
+
+
+def test_integers_are_padded_with_integers_only(refuses):
+    refuses(ValueError, r"appends -11.51, which torch.uint8 cannot hold: give floor=0", PadToMultiple(4),
+            torch.ones(1, 1, 3, dtype=torch.uint8))
+    assert PadToMultiple(4, floor=0)(torch.ones(1, 1, 3, dtype=torch.uint8))[0].tolist() == [[[1, 1, 1, 0]]]

@@ -374,6 +374,7 @@ def guided_without_a_null_class():
     (lambda: tarflow((1, 8, 8), blocks=2, order="rows_columns"), "from the third meta-block on"),
     (lambda: MetaBlock((2, 3, 3), order=torch.randperm(9)), "order must be Permute"),
     (lambda: MetaBlock((0, 3, 3)), "takes events of shape"),
+    (lambda: tarflow((1, None, 4)), r"takes images \(C, H, W\) or sequences"),
     (lambda: MetaBlock((1, 2, 2), cond=Condition("labels", 3), **TINY)(latents((1, 2, 2)), torch.zeros(3)),
      "cond must be labels .* of 3 classes"),
     (lambda: MetaBlock((3, 2, 2), transform=Affine(3)), "build it for 1 channel, not for 3"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, NotFinite
 from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
@@ -211,6 +211,14 @@ def test_before_initialisation_is_an_error_that_says_what_to_do(call):
     model = made("glow", initialised=False)
     with pytest.raises(NotInitialized, match="ActNorm.*initialize"):
         model.sample(1) if call == "sample" else model.log_likelihood(batch_of(DIGITS))
+
+
+def test_initialisation_takes_finite_values_alone():
+    model = MAF(PLANE, layers=2, whiten=1)
+    x = torch.randn(64, 2)
+    x[3, 1] = math.nan
+    with pytest.raises(NotFinite, match="row 3 is not finite"):
+        model.initialize(Batch(x, index=torch.arange(64)))
 
 
 def test_loading_never_initialises_again():

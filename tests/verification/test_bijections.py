@@ -250,7 +250,29 @@ def test_own_inputs_and_conditions_are_used():
     assert unused.passed and unused["condition"].note == "takes no condition"
 
 
+def test_checks_may_be_chosen_by_an_iterator():
+    class Wrong(Stretch):
+        def _forward(self, x, cond, mask):
+            z, logdet = super()._forward(x, cond, mask)
+            return z, logdet + 1
+
+    for only in (["log-det forward"], iter(["log-det forward"]), {"log-det forward": 1}):
+        assert not check_bijection(Wrong(3), (3,), only=only, compiler=None).passed
+    kept = check_bijection(Stretch(3), (3,), without=iter(["round trip"]), compiler=None)
+    assert "round trip" not in [check.name for check in kept.checks] and len(kept.checks) > 5
+
+
 def test_what_cannot_be_checked_is_an_error():
+    with pytest.raises(ValueError, match="no check is left to run"):
+        check_bijection(Stretch(3), (3,), only=[])
+    with pytest.raises(ValueError, match="no check is left to run"):
+        check_bijection(Stretch(3), (3,), only=["round trip"], without=["round trip"])
+    with pytest.raises(TypeError, match="the class Stretch is no layer: give an instance"):
+        check_bijection(Stretch, (3,))
+    with pytest.raises(TypeError, match="an event shape is a tuple"):
+        check_bijection(Stretch(3), 3)
+    with pytest.raises(ValueError, match=r"x_range must be \(low, high\) with low < high"):
+        check_bijection(Stretch(3), (3,), x_range=(1, 0))
     with pytest.raises(ValueError, match="did you mean 'round trip'"):
         check_bijection(Stretch(3), (3,), only=["round-trip"])
     with pytest.raises(ValueError, match="there is no check 'colour'"):
