@@ -346,7 +346,7 @@ def packed(wanted: Tensor, generator: Generator, rows: int) -> Iterator[tuple[Te
     """
     at_least(1, chunk=rows)
     columns, items = wanted.T.nonzero(as_tuple=True)
-    for column, item in zip(columns.split(rows), items.split(rows), strict=True):
+    for column, item in zip(columns.split(int(rows)), items.split(int(rows)), strict=True):
         keyed = isinstance(generator, KeyedGenerator)
         yield item, column, generator.rows(item.to(generator.index.device)).at(column) if keyed else generator
 

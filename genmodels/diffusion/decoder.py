@@ -91,7 +91,7 @@ class DiscretisedGaussian:
         """The same for x = to_unit(k) in [-1, 1]."""
         k = to_levels(x, self.levels)
         off = (x - to_unit(k, self.levels, dtype=torch.float64)).abs().max() if x.numel() else 0.0
-        if off > 0.01 / self.levels + 1e-6:
+        if not off <= 0.01 / self.levels + 1e-6:  # NaN too
             raise InputError(f"the data do not lie on {self.levels} levels in [-1, 1]: a value is {float(off):.3g} off")
         return self.log_mass(k, mean, scale)
 

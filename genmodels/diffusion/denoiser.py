@@ -16,10 +16,12 @@ from genmodels.diffusion.path import LinearPath, Path
 class AtAnyTime(nn.Module):
     """Base of all denoisers, learned or exact: a call at a time is a prediction at the log-SNR of its schedule.
 
-    A subclass has a `schedule` and defines `at_log_snr`.
+    A subclass has a `schedule` and defines `at_log_snr`; objectives also need its `parameterisation`.
     """
 
     schedule: Path
+    learned_variance: bool = False
+    self_conditioning: bool = False
 
     def forward(
         self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
@@ -132,7 +134,9 @@ class Denoiser(AtAnyTime):
         parameters = self.net.parameters() if isinstance(self.net, nn.Module) else ()
         inner = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
         at = at.to(x.device, torch.promote_types(inner, torch.float32))
-        output = self.net(seen.to(inner), at, cond, *(() if mask is None else (mask,)))
+        seen = seen.to(inner)
+        seen = seen.clone() if seen is x else seen  # a network may write to its input, and x is needed again
+        output = self.net(seen, at, cond, *(() if mask is None else (mask,)))
         batch, channels, *space = x.shape
         expected = (batch, 2 * channels if self.learned_variance else channels, *space)
         if tuple(output.shape) != expected:

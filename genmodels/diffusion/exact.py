@@ -24,7 +24,6 @@ class _ExactDenoiser(AtAnyTime):
     """Base of the exact denoisers: predictions from `_moments`, densities and draws of the noised marginals."""
 
     event_shape: torch.Size
-    self_conditioning = False
 
     def __init__(self, schedule: Path, parameterisation: Parameterisation | None):
         super().__init__()
@@ -127,7 +126,7 @@ class GaussianDenoiser(_ExactDenoiser):
 
     def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
-        white = self._to_basis(x - alpha * self.mean) / (alpha.square() * self.variance + sigma.square())
+        white = _over(self._to_basis(x - alpha * self.mean), alpha.square() * self.variance + sigma.square())
         return self.mean + alpha * self._from_basis(self.variance * white), -self._from_basis(white)
 
     def _log_marginal(self, x: Tensor, log_snr: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ class GaussianDenoiser(_ExactDenoiser):
     def mmse(self, log_snr: Tensor) -> Tensor:
         """(*log_snr.shape, *event) variance of x_0 given x, per scalar (per eigenvalue)."""
         alpha, sigma = (v.reshape(*v.shape, *[1] * len(self.event_shape)) for v in alpha_sigma(log_snr))
-        return self.variance * sigma.square() / (alpha.square() * self.variance + sigma.square())
+        return _over(self.variance * sigma.square(), alpha.square() * self.variance + sigma.square())
 
     def reverse_variance(self, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
         """The variance of q(x_s | x_t), v + c_0^2 mmse, the same shape as the log-SNRs.
@@ -188,8 +187,8 @@ class MixtureDenoiser(_ExactDenoiser):
         if variances.dim() == 1:
             variances = variances.reshape(-1, *[1] * len(self.event_shape))
         weights = weights.to(torch.float64)
-        if not bool(((weights > 0) & weights.isfinite()).all()):
-            raise InputError("the weights of a mixture must be positive and finite")
+        if weights.shape != means.shape[:1] or not bool(((weights > 0) & weights.isfinite()).all()):
+            raise InputError("the weights of a mixture must be positive and finite, one for each mean")
         self.register_buffer("log_weights", torch.log(weights / weights.sum()))
         self.register_buffer("means", means.to(torch.float64))
         self.register_buffer("variances", variances.expand(means.shape).clone())
@@ -246,3 +245,8 @@ def _variances(given: Tensor | float) -> Tensor:
 def _log_normal(offset: Tensor, variance: Tensor) -> Tensor:
     """(B,) log N(offset; 0, variance), summed over the event."""
     return -0.5 * (offset.square() / variance + torch.log(2 * math.pi * variance)).flatten(1).sum(1)
+
+
+def _over(offset: Tensor, variance: Tensor) -> Tensor:
+    """offset / variance, and 0 where the variance is 0: x is the mean there."""
+    return offset / torch.where(variance > 0, variance, math.inf)

@@ -276,11 +276,14 @@ class FlowMapMatching(FlowMatching):
         steps = s < t
         rows = steps.nonzero()[:, 0] if bool(steps.any()) else t.new_zeros(1, dtype=torch.long)
         given = (None if part is None else part[rows] for part in (cond, mask))
-        training = denoiser.training
+        training = [part for part in denoiser.modules() if part.training]
         denoiser.eval()  # masks of dropout belong to the rows of whole batches
-        with torch.no_grad():  # at least one row: sharded weights are gathered from every process
-            found = self.target(denoiser, x_t[rows], t[rows], s[rows], velocity[rows], *given)
-        denoiser.train(training)
+        try:
+            with torch.no_grad():  # at least one row: sharded weights are gathered from every process
+                found = self.target(denoiser, x_t[rows], t[rows], s[rows], velocity[rows], *given)
+        finally:
+            for part in training:
+                part.training = True
         torch.clear_autocast_cache()  # the next call must not reuse weights cast without a gradient
         found = torch.where(expand(steps[rows], found).bool(), found, velocity[rows])
         target = velocity.index_copy(0, rows, found.to(velocity))

@@ -172,4 +172,7 @@ class FlowMatching(Simple):
         self.coupling = coupling or Coupling()
 
     def noise(self, x0: Tensor, cond: Tensor | None, generator: Generator) -> Tensor:
-        return self.coupling(x0, super().noise(x0, cond, generator), cond, generator)
+        noise = self.coupling(x0, super().noise(x0, cond, generator), cond, generator)
+        if noise.shape != x0.shape:
+            raise InputError(f"a coupling gives noise like x0 {tuple(x0.shape)}, this one gave {tuple(noise.shape)}")
+        return noise

@@ -125,7 +125,7 @@ class Inpainting:
 
     def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
-        known = self.known.to(x).expand_as(x)
+        known, mask = self.known.to(x).expand_as(x), self.mask.to(x.device).expand_as(x)
 
         def noise() -> Tensor:
             return temperature * normal(x.shape, generator, dtype=x.dtype, device=x.device)
@@ -134,7 +134,7 @@ class Inpainting:
         for done in range(rounds):
             drawn, memory = self.sampler(denoiser, x, t, s, None, generator, cond, temperature)
             given = known if bool(s == 0) else q_sample(known, log_snr_s, noise())
-            drawn = torch.where(self.mask.to(x.device), given, drawn)
+            drawn = torch.where(mask, given, drawn)
             if done + 1 < rounds:
                 x = renoise(drawn, log_snr_s, log_snr_t, noise())
         return drawn, memory

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, require_finite_rows
 from genmodels.core.random import Generator, KeyedGenerator, at_step, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.bound import draws_in_strata, packed, rows_for
@@ -127,6 +127,7 @@ def unmask(
         >>> unmask(ones, torch.tensor([[2, 0, 2]]), 2, torch.Generator(), steps=2)
         tensor([[1, 0, 1]])
     """
+    at_least(1, steps=steps)
     alphas = MASKINGS[masking](torch.linspace(1, 0, steps + 1, dtype=torch.float64))[0].tolist()
     count = (x == mask).flatten(1).sum(1)
     for step, (now, then) in enumerate(zip(alphas, alphas[1:], strict=False)):
@@ -150,8 +151,15 @@ def unmask(
 
 
 def draw_tokens(log_p: Tensor, u: Tensor, temperature: float = 1.0) -> Tensor:
-    """Tokens (B, *event) of log p (B, *event, V) at the quantiles u (B, *event) of p^(1/temperature)."""
+    """Tokens (B, *event) of log p (B, *event, V) at the quantiles u (B, *event) of p^(1/temperature).
+
+    Raises:
+        NotFinite: for an item with a NaN, or without a possible token.
+    """
+    require_finite_rows(log_p.amax(-1))
     if temperature == 0:
         return log_p.argmax(-1)
-    within = (log_p / temperature).softmax(-1).cumsum(-1)
+    if temperature != 1:  # the difference to the likeliest, so that a small temperature does not overflow
+        log_p = (log_p - log_p.amax(-1, keepdim=True)) / temperature
+    within = log_p.softmax(-1).cumsum(-1)
     return (within < u[..., None] * within[..., -1:]).sum(-1)

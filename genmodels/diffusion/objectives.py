@@ -188,6 +188,9 @@ class Simple(Objective):
         prediction = predict(denoiser, q_sample(x0, log_snr, noise), log_snr, cond, mask, generator)
         mse, weighted = self.errors(denoiser, prediction, x0, noise, t, log_snr, mask)
         per_example = weight.to(mse.dtype) * weighted
+        if per_example.shape != t.shape:
+            raise InputError(f"weightings and the weights of times give one number for each item, {tuple(t.shape)}, "
+                             f"and made losses of shape {tuple(per_example.shape)}")
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighted.detach())
 
     def noise(self, x0: Tensor, cond: Tensor | None, generator: Generator) -> Tensor:

@@ -126,7 +126,7 @@ def in_float64(value: Tensor | float) -> Tensor:
         >>> in_float64(0.5)
         tensor(0.5000, dtype=torch.float64)
     """
-    return torch.as_tensor(value).to(torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def alpha_sigma(log_snr: Tensor) -> tuple[Tensor, Tensor]:

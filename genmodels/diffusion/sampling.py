@@ -87,7 +87,7 @@ class Counted:
         self.takes_until = getattr(denoiser, "takes_until", False)
         self.extra = () if mask is None else (mask,)
 
-    def __call__(self, x: Tensor, t: Tensor, cond: Tensor | None, **given: Tensor) -> Prediction:
+    def __call__(self, x: Tensor, t: Tensor, cond: Tensor | None = None, **given: Tensor) -> Prediction:
         self.calls += 1
         return self.denoiser(x, t, cond, *self.extra, **given)
 
@@ -135,7 +135,8 @@ def sample(
         True
     """
     times = times.detach().to("cpu", torch.float64)
-    if times.dim() != 1 or len(times) < 2 or bool((times.diff() >= 0).any()) or times[0] > 1 or times[-1] < 0:
+    inside = times.dim() == 1 and len(times) > 1 and bool(((times >= 0) & (times <= 1)).all())  # and no NaN
+    if not inside or bool((times.diff() >= 0).any()):
         raise InputError("the times of a sampler must decrease within [0, 1], at least two of them")
     check_temperature(temperature)
     counted = Counted(denoiser, mask)
@@ -143,9 +144,14 @@ def sample(
         x = temperature * normal(shape, at_step(generator, 0), dtype=dtype, device=device)
     else:
         x = start.to(device=device, dtype=dtype)
+        if x.shape != torch.Size(shape):
+            raise InputError(f"start must have the shape of the samples, {tuple(shape)}, got {tuple(x.shape)}")
     x, memory = hide(x, mask), None
     for i in range(len(times) - 1):
         x, memory = sampler(counted, x, times[i], times[i + 1], memory, at_step(generator, i + 1), cond, temperature)
+        if x.shape != torch.Size(shape):
+            raise InputError(f"a step turned samples {tuple(shape)} into {tuple(x.shape)}: the denoiser or the sampler "
+                             "does not keep the shape of x")
         if callback is not None:
             callback(i, x, memory.x0)
     return SampleResult(hide(x, mask), counted.calls)

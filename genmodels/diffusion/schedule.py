@@ -53,7 +53,8 @@ class NoiseSchedule(Path):
         """d lambda / dt (here by autograd)."""
         graph = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
-            t = in_float64(usable(t)).detach().requires_grad_()
+            t = in_float64(usable(t))
+            t = t if graph and t.requires_grad else t.detach().requires_grad_()
             (rate,) = torch.autograd.grad(self.log_snr(t).sum(), t, create_graph=graph)
         return rate
 
@@ -110,7 +111,8 @@ class LinearContinuousSchedule(NoiseSchedule):
 
     def log_snr(self, t: Tensor) -> Tensor:
         t = in_float64(t)
-        return -torch.log(torch.expm1(t * (self.beta_min + self.slope * t / 2)))
+        decay = t * (self.beta_min + self.slope * t / 2)
+        return -decay - torch.log(-torch.expm1(-decay))  # log(expm1(decay)) without overflow
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
         t = in_float64(t)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, at_least, check_number
+from genmodels.core.errors import InputError, RunError, at_least, check_number
 from genmodels.core.random import Generator, KeyedGenerator, at_step, child, normal, shared_uniform, uniform
 from genmodels.energy.annealed_importance import LogPartition, for_rows
 from genmodels.energy.function import EnergyFunction, ScoreFunction, log_density_of, require_energy
@@ -290,5 +290,8 @@ class ContrastiveDivergence(nn.Module):
         step_size = torch.full((len(x),), self.kernel.step_size, device=x.device)
         for _ in range(self.steps):
             point, _ = self.kernel(target, point, generator, step_size)
+        if not bool(point.x.isfinite().all()):
+            raise RunError("a chain of contrastive divergence left all bounds; the buffer is as before: take a smaller "
+                           "step_size")
         self.chains[slots] = point.x.to(self.chains.dtype)
         return point.x

@@ -199,8 +199,11 @@ class LogDensity(EnergyFunction):
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         log_prob = getattr(self.model, "log_prob", self.model)
+        found = log_prob(x) if cond is None else log_prob(x, cond)
+        if found.shape != x.shape[:1]:
+            raise InputError(f"a log-density is one number for each row, ({len(x)},), got {tuple(found.shape)}")
         # The sign is its own inverse: the energy of a log-density is minus that log-density.
-        return log_density_of(log_prob(x) if cond is None else log_prob(x, cond))
+        return log_density_of(found)
 
 
 class NoiseConditionalScore(nn.Module):

@@ -215,6 +215,7 @@ def _attending_levels(size: int, levels: int, attention_at: Sequence[int] | None
     sizes = [-(-size // 2**level) for level in range(levels)]
     if attention_at is None:
         return {levels - 1}
+    attention_at = list(attention_at)
     unknown = [n for n in attention_at if n not in sizes]
     if unknown:
         legal = ", ".join(str(n) for n in sizes)

@@ -317,9 +317,10 @@ def dropout(s: AttentionSubject) -> Measured:
     if s.has("piecewise"):
         raise NotApplicable("draws in training anyway")
     y = s.run(x)
-    torch.manual_seed(s.seed)
     drops = [m for m in module.modules() if getattr(m, "dropout", 0.0) or isinstance(m, torch.nn.Dropout)]
-    dropped = s.run(x, module=module.train())
+    with torch.random.fork_rng():
+        torch.manual_seed(s.seed)
+        dropped = s.run(x, module=module.train())
     if not drops or torch.equal(dropped, y):
         raise NotApplicable("was built without dropout")
     ratios = (dropped / y).flatten()

@@ -111,13 +111,19 @@ def shape(s: ScheduleSubject) -> Measured:
 
 @SCHEDULE_CHECKS.add("decreasing", 0.0, "the log-SNR falls from data to noise")
 def decreasing(s: ScheduleSubject) -> Measured:
-    """The largest rise between neighbouring times, and its time; a constant log-SNR fails too."""
-    if len(s.times) < 2:
-        raise NotApplicable("fewer than two times between the ends")
-    rises = s.log_snr(s.times).diff()
+    """The largest rise between neighbouring times, and its time; a constant log-SNR fails too.
+
+    The ends count, where samplers start and stop; they may be infinite. Tables have no step at t = 0.
+    """
+    ends = s.times.new_tensor([0.0, 1.0])
+    times = torch.cat([ends[:1] if getattr(s.schedule, "num_steps", None) is None else ends[:0], s.times, ends[1:]])
+    times = times.unique()
+    if len(times) < 2:
+        raise NotApplicable("fewer than two times")
+    rises = s.log_snr(times).diff()
     worst = int(rises.argmax())
-    bad = float(rises[worst]) >= 0 or not bool(torch.isfinite(rises).all())
-    return Measured(max(float(rises[worst]), 1e-300) if bad else 0.0, f"near t = {float(s.times[worst]):.3f}")
+    bad = not bool((rises < 0).all())
+    return Measured(max(float(rises[worst]), 1e-300) if bad else 0.0, f"near t = {float(times[worst]):.3f}")
 
 
 @SCHEDULE_CHECKS.add("variance preserving", 1e-12, "alpha^2 + sigma^2 = 1, and alpha^2 / sigma^2 = exp(log SNR)")
@@ -209,9 +215,11 @@ def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batc
         >>> check_energy(DoubleWell(), (2,)).passed
         True
     """
-    generator, device = torch.Generator().manual_seed(seed), device_of(energy)
+    if batch < 2:
+        raise ValueError(f"at least two examples are needed to tell whether they are independent, got {batch}")
+    generator, device, shape = torch.Generator().manual_seed(seed), device_of(energy), tuple(shape)
     x, v = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
-    subject = EnergySubject(copy.deepcopy(energy).double(), x, v)
+    subject = EnergySubject(copy.deepcopy(energy).double().eval(), x, v)
     return Report(f"{type(energy).__name__}, an energy", tuple(ENERGY_CHECKS.run(subject)))
 
 

@@ -72,6 +72,10 @@ def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | 
     twin = copy.deepcopy(denoiser).double().eval()
     perturb(twin, generator)  # parameters that start at zero hide errors
     rows, device = 5 if cond is None else len(cond), device_of(denoiser)
+    if rows < 2:
+        raise ValueError(f"at least two conditions are needed to tell whether rows are independent, got {rows}")
+    if cond is not None:
+        cond = cond.to(device, torch.float64 if cond.is_floating_point() else cond.dtype)
     x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(device)
     t = torch.linspace(0.15, 0.85, rows, dtype=torch.float64, device=device)
     subject = DenoiserSubject(twin, x, t, cond)
@@ -232,9 +236,10 @@ def pure(s: SamplerSubject) -> Measured:
     """The second step of a trajectory, which has a memory, taken twice with one seed."""
     again, x, memory = _one_step(s)
     kept = x.clone(), memory.x0.clone(), memory.log_snr.clone()
-    torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
-    first, _ = again(2)
-    second, _ = again(2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
+        first, _ = again(2)
+        second, _ = again(2)
     changed = [float((a - b).abs().max()) for a, b in zip((x, memory.x0, memory.log_snr), kept, strict=True)]
     apart = float((first - second).abs().max())
     where = "x or memory modified" if not largest(changed) <= 0 else "two calls differ" if apart > 0 else ""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
+from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     PARAMETERISATIONS,
@@ -234,3 +235,10 @@ def test_gaussian_is_a_density():
     assert float(torch.trapezoid(Gaussian().log_prob(grid, mean, scale).exp(), grid)) == pytest.approx(1, abs=1e-12)
     fixed = Gaussian(scale=0.7).log_prob(grid, mean, torch.tensor(5.0, dtype=torch.float64))
     torch.testing.assert_close(fixed, Gaussian().log_prob(grid, mean, scale), rtol=1e-12, atol=0)
+
+
+def test_values_that_are_no_number_lie_on_no_level():
+    mean, scale = torch.zeros(2), torch.ones(2)
+    for x in ([math.nan, 0.03], [0.0, math.nan], [0.0, math.inf]):
+        with pytest.raises(InputError, match="do not lie on 17 levels"):
+            DiscretisedGaussian(17).log_prob(torch.tensor(x), mean, scale)

@@ -12,16 +12,21 @@ from genmodels.diffusion import (
     EDM,
     PARAMETERISATIONS,
     SCHEDULES,
+    X0,
     CosineSchedule,
     Denoiser,
     Eps,
+    LinearPath,
     LinearSchedule,
+    OnPath,
     SigmoidSchedule,
+    Simple,
     V,
     alpha_sigma,
     q_sample,
     rescale_zero_terminal,
 )
+from genmodels.diffusion.denoiser import AtAnyTime
 
 
 class Recorder(nn.Module):
@@ -219,3 +224,45 @@ def test_fields_are_computed_once_and_on_demand():
     assert "x0" not in vars(prediction)
     assert prediction.x0 is prediction.x0
     assert prediction.nu is None
+
+
+class InPlace(nn.Module):
+    """Half of x, written into it."""
+
+    def forward(self, x, log_snr, cond=None):
+        x *= 0.5
+        return x
+
+
+class Plain(nn.Module):
+    def forward(self, x, log_snr, cond=None):
+        return x * 0.5
+
+
+@pytest.mark.parametrize("parameterisation", [V(), Eps(), X0()])
+def test_a_network_may_write_to_its_input(parameterisation):
+    t, x = torch.tensor([0.3, 0.7]), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    kept = x.clone()
+    found, expected = (Denoiser(net, CosineSchedule(), parameterisation)(x, t) for net in (InPlace(), Plain()))
+    assert torch.equal(x, kept)
+    assert torch.equal(found.x0, expected.x0) and torch.equal(found.eps, expected.eps)
+
+
+class Halved(AtAnyTime):
+    """The contract of the docstring, and no more."""
+
+    def __init__(self):
+        super().__init__()
+        self.schedule, self.parameterisation = CosineSchedule(), V()
+
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+        return self.parameterisation.to_prediction(x * 0.5, x, log_snr)
+
+
+def test_an_own_denoiser_is_trained_guided_and_bounded():
+    x, own = torch.randn(4, 3), Halved()
+    twin = Denoiser(Plain(), CosineSchedule(), V())
+    losses = [Simple()(each, x, None, torch.Generator().manual_seed(0)).per_example for each in (own, twin)]
+    assert torch.equal(*losses)
+    straight = [OnPath(each, LinearPath())(x, torch.full((4,), 0.5)).velocity for each in (own, twin)]
+    assert torch.equal(*straight)

@@ -12,6 +12,7 @@ from genmodels.diffusion import (
     SCHEDULES,
     CosineSchedule,
     GaussianDenoiser,
+    LinearPath,
     LinearSchedule,
     MixtureDenoiser,
     alpha_sigma,
@@ -237,3 +238,16 @@ def test_an_empty_batch_has_empty_predictions(name):
     assert prediction.x0.shape == prediction.score.shape == prediction.output.shape == (0, 3)
     assert denoiser.log_prob(x).shape == denoiser.marginal_log_prob(x, t).shape == (0,)
     assert denoiser.sample(0, torch.Generator().manual_seed(0)).shape == (0, 3)
+
+
+def test_points_of_no_variance_are_their_own_estimate():
+    clean, mean = torch.tensor([0.0]), torch.tensor([1.0, -2.0])
+    assert GaussianDenoiser(LinearPath(), mean, 0.0)(mean[None], clean).x0.tolist() == [mean.tolist()]
+    line = GaussianDenoiser.from_covariance(LinearPath(), torch.zeros(2), torch.tensor([[1.0, 1.0], [1.0, 1.0]]))
+    x = torch.tensor([[0.5, 0.5]])
+    assert torch.allclose(line(x, clean).x0, x, atol=1e-6)
+    assert GaussianDenoiser(LinearPath(), mean, 0.0).mmse(torch.tensor([math.inf])).tolist() == [[0.0, 0.0]]
+
+
+def test_a_mixture_has_a_weight_for_each_mean(refuses):
+    refuses(InputError, "one for each mean", MixtureDenoiser, CosineSchedule(), torch.ones(1), torch.zeros(2, 1), 1.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch import nn
 
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
@@ -207,3 +210,21 @@ def test_the_weight_has_no_gradient():
     for wrong in ({"power": 2.0}, {"c": float("inf")}):
         with pytest.raises(ValueError, match="power from 0 to 1"):
             MeanFlow(**wrong)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parts_keep_their_mode(fails):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.free = nn.Dropout(0.5).eval(), nn.Dropout(0.5)
+
+        def forward(self, x, times, cond=None):
+            if fails and not self.free.training:
+                raise RuntimeError("out of memory")
+            return self.free(x)
+
+    denoiser = FlowMap(Net())
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        Shortcut(finest=4, share=0.9)(denoiser, torch.randn(8, 2), None, torch.Generator().manual_seed(0))
+    assert not denoiser.net.frozen.training and denoiser.net.free.training and denoiser.training

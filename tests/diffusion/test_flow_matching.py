@@ -195,3 +195,10 @@ def test_unknown_names_are_answered():
         make_path("straight", 10)
     with pytest.raises(ValueError, match="sigma_min is for path=linear"):
         make_path("cosine", 10, sigma_min=0.1)
+
+
+def test_a_coupling_gives_noise_for_each_item(refuses):
+    denoiser = Denoiser(lambda x, log_snr, cond: x, LinearPath(), Velocity())
+    objective = FlowMatching(coupling=lambda x0, noise, cond, generator: noise[:1])
+    refuses(InputError, r"a coupling gives noise like x0 \(4, 3\), this one gave \(1, 3\)", objective, denoiser,
+            torch.randn(4, 3), None, torch.Generator())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from genmodels.core.errors import NotFinite
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import masked
 from genmodels.diffusion.masked import MASKINGS, bound_terms, draw_tokens, masked_bound, masked_nll, unmask
@@ -185,3 +186,29 @@ def differing(monkeypatch, equal: float) -> int:
 def test_the_order_of_equal_confidences_is_drawn_and_does_not_depend_on_the_batch(monkeypatch):
     assert differing(monkeypatch, masked._TIE) == 0
     assert differing(monkeypatch, 1e-12) > 0  # the mutant sorts by rounding
+
+
+def test_networks_without_a_distribution_draw_nothing(refuses):
+    log_p = torch.log(torch.tensor([[[0.7, 0.3], [0.0, 1.0]]]))  # -inf is a probability of zero
+    assert draw_tokens(log_p, torch.full((1, 2), 0.5)).tolist() == [[0, 1]]
+    for broken in (math.nan, math.inf, -math.inf):
+        wrong = log_p.clone()
+        wrong[0, 0] = broken
+        for temperature in (0.0, 0.5, 1.0):
+            refuses(NotFinite, "row 0 is not finite", draw_tokens, wrong, torch.full((1, 2), 0.5), temperature)
+
+
+def test_temperatures_down_to_zero_draw_the_likeliest():
+    log_p = torch.log(torch.tensor([[[0.2, 0.7, 0.1]]]))
+    for temperature in (1e-3, 1e-20, 1e-39, 0.0):
+        assert [int(draw_tokens(log_p, torch.full((1, 1), u), temperature)) for u in (0.01, 0.5, 0.99)] == [1, 1, 1]
+    powered = (log_p / 0.5).softmax(-1)[0, 0]
+    u = (torch.arange(1000) + 0.5) / 1000
+    drawn = draw_tokens(log_p.expand(1000, 1, 3), u[:, None], 0.5)[:, 0]
+    assert torch.allclose(torch.bincount(drawn, minlength=3) / 1000, powered, atol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_unmasking_takes_a_step(steps, refuses):
+    refuses(ValueError, "steps must be at least 1", unmask, None, torch.zeros(1, 1, dtype=torch.long), 2,
+            torch.Generator(), steps=steps)

@@ -313,3 +313,13 @@ def test_errors():
         every("continuous").check(built("hybrid"))
     with pytest.raises(ValueError, match="gives no variance"):
         every("vlb", variance="learned")(built("vlb"), torch.zeros(2, 3), None, KeyedGenerator(0, torch.arange(2)))
+
+
+def test_weights_that_would_be_broadcast_are_refused(refuses):
+    denoiser = Denoiser(lambda x, log_snr, cond: x, CosineSchedule(), V())
+
+    def column(parameterisation, log_snr, rate):
+        return torch.ones(len(log_snr), 1)
+
+    refuses(InputError, r"one number for each item, \(4,\), and made losses of shape \(4, 4\)",
+            Simple(weighting=column), denoiser, torch.randn(4, 3), None, torch.Generator())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     SAMPLERS,
@@ -14,6 +17,7 @@ from genmodels.diffusion import (
     DDIMSampler,
     DDPMSampler,
     Denoiser,
+    EulerSampler,
     GaussianDenoiser,
     LinearSchedule,
     V,
@@ -284,3 +288,34 @@ def test_more_steps_than_T(name):
 def test_integer_spacings_need_T(name):
     with pytest.raises(ValueError, match="num_steps"):
         SPACINGS[name](CosineSchedule(), 10)
+
+
+def test_what_changes_the_shape_of_samples_is_refused(refuses):
+    def narrow(x, log_snr, cond):
+        return x
+
+    denoiser = Denoiser(narrow, CosineSchedule(), V())
+    times = uniform_t(denoiser.schedule, 3)
+
+    class Wider(EulerSampler):
+        def __call__(self, *given, **options):
+            x, memory = super().__call__(*given, **options)
+            return x.repeat(2, 1), memory
+
+    drawing = (sample, denoiser, (2, 3), times)
+    refuses(InputError, r"a step turned samples \(2, 3\) into \(4, 3\)", *drawing, Wider(), seeded())
+    words = r"start must have the shape of the samples, \(2, 3\), got \(1, 3\)"
+    refuses(InputError, words, *drawing, EulerSampler(), seeded(), start=torch.zeros(1, 3))
+    for wrong in (math.nan, -0.1, 1.1):
+        refuses(InputError, "must decrease within", sample, denoiser, (2, 3), torch.tensor([0.9, wrong, 0.0]),
+                EulerSampler(), seeded())
+
+
+def test_an_own_sampler_may_leave_out_the_condition():
+    class Bare(EulerSampler):
+        def __call__(self, denoiser, x, t, s, *rest):
+            denoiser(x, t.expand(len(x)))
+            return super().__call__(denoiser, x, t, s, *rest)
+
+    denoiser = Denoiser(lambda x, log_snr, cond: x, CosineSchedule(), V())
+    assert sample(denoiser, (2, 3), uniform_t(denoiser.schedule, 3), Bare(), seeded()).evaluations == 6

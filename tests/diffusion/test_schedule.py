@@ -23,6 +23,7 @@ from genmodels.diffusion import (
     rescale_zero_terminal,
     step_to_time,
 )
+from genmodels.diffusion.path import in_float64
 from tests.parameters import scattered
 
 
@@ -319,3 +320,29 @@ def test_its_rate_has_the_parameters_in_its_graph():
 @pytest.mark.parametrize("options", [{"log_snr_max": -11.0}, {"log_snr_min": -float("inf")}, {"hidden": 0}])
 def test_errors(options, refuses):
     refuses(ValueError, None, LearnedSchedule, **options)
+
+
+class Squared(NoiseSchedule):
+    def log_snr(self, t):
+        return 10 - 20 * t.double() ** 2
+
+
+def test_rates_have_gradients_to_the_time():
+    t = torch.tensor([0.2, 0.7], dtype=torch.float64, requires_grad=True)
+    rate = Squared().log_snr_rate(t)
+    assert rate.tolist() == pytest.approx([-8.0, -28.0])
+    assert torch.autograd.grad(rate.sum(), t)[0].tolist() == pytest.approx([-40.0, -40.0])
+    with torch.no_grad():
+        assert not Squared().log_snr_rate(t).requires_grad
+
+
+def test_steep_schedules_do_not_overflow():
+    schedule = LinearContinuousSchedule(beta_max=1e4)
+    t = torch.tensor([0.001, 0.1, 0.5, 1.0], dtype=torch.float64)
+    decay = t * (schedule.beta_min + schedule.slope * t / 2)
+    assert schedule.log_snr(t)[-1].item() == pytest.approx(-float(decay[-1]))
+    assert torch.allclose(schedule.log_snr(t)[:2], -torch.log(torch.expm1(decay[:2])), rtol=1e-12)
+
+
+def test_numbers_of_python_keep_their_digits():
+    assert float(in_float64(0.1)) == 0.1 and in_float64(torch.tensor(0.5)).dtype == torch.float64

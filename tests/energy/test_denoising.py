@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from genmodels.core.errors import RunError
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import alpha_sigma
 from genmodels.energy import (
+    ContrastiveDivergence,
     DenoisingScoreMatching,
     DiffusionImportanceSampling,
     ExactScoreMatching,
@@ -160,3 +162,11 @@ def test_without_exact_draws_the_reverse_chains_start_at_the_forward_ones():
     assert found.reverse == "approximate" and found.least < log_z_of_the_gaussian()[1] < found.most
     again = DiffusionImportanceSampling(steps=20, tune=64)(model, (3,), keyed, chains=200, dtype=torch.float64)
     assert again == found
+
+
+def test_a_chain_that_diverges_leaves_the_buffer(refuses):
+    loss = ContrastiveDivergence((2,), size=8, steps=400, step_size=5.0)
+    before, x = loss.chains.clone(), torch.randn(4, 2)
+    refuses(RunError, "a chain of contrastive divergence left all bounds", loss, Quadratic(100 * torch.eye(2)), x,
+            torch.Generator())
+    assert torch.equal(loss.chains, before)

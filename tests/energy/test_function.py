@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.core.errors import InputError
 from genmodels.energy import (
     Energy,
     LogDensity,
@@ -203,3 +204,8 @@ def test_errors():
         make(nn.Sequential(nn.ReLU()), second_derivatives=False)
     with pytest.raises(ValueError, match="quadrature needs an energy, but ScoreNetwork has only a score"):
         require_energy(ScoreNetwork(nn.Linear(3, 3)), "quadrature")
+
+
+@pytest.mark.parametrize("log_prob", [lambda x: x.sum(1, keepdim=True), lambda x: x.sum()])
+def test_a_log_density_is_a_number_for_each_row(log_prob, refuses):
+    refuses(InputError, r"one number for each row, \(4,\), got", LogDensity(log_prob).energy, torch.randn(4, 2))

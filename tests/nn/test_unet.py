@@ -363,3 +363,9 @@ def test_an_empty_batch_has_an_empty_map():
     assert UNet((1, 8, 8), channels=8)(torch.zeros(0, 1, 8, 8), torch.zeros(0)).shape == (0, 1, 8, 8)
     energy = Energy(UNetEnergy((1, 8, 8), channels=8))
     assert [value.shape for value in energy.energy_and_score(torch.zeros(0, 1, 8, 8))] == [(0,), (0, 1, 8, 8)]
+
+
+def test_attention_may_be_placed_by_an_iterator():
+    network = UNet((1, 8, 8), channels=8, attention_at=iter([8]))
+    expected = UNet((1, 8, 8), channels=8, attention_at=[8])
+    assert [name for name, _ in network.named_parameters()] == [name for name, _ in expected.named_parameters()]

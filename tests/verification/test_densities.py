@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import nn
 
-from genmodels.diffusion import SCHEDULES, DiscreteSchedule
+from genmodels.diffusion import SCHEDULES, DiscreteSchedule, NoiseSchedule
 from genmodels.energy import Energy
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
 from genmodels.verification.check import PASSED
@@ -44,3 +47,40 @@ def test_energies_with_an_integral_fall_off_in_many_dimensions(make, shape):
                                          (lambda: EnergyConv((1, 8, 8)), (1, 8, 8))])
 def test_energies_of_networks_pass_the_checks(make, shape):
     check_energy(Energy(make()), shape).raise_if_failed()
+
+
+class Ends(NoiseSchedule):
+    """10 - 20 t with another value at an end."""
+
+    def __init__(self, at, value):
+        super().__init__()
+        self.at, self.value = at, value
+
+    def log_snr(self, t):
+        t = t.double()
+        return torch.where(t == self.at, self.value, 10 - 20 * t)
+
+
+@pytest.mark.parametrize("at, value, passes", [
+    (1.0, 12.0, False), (0.0, -12.0, False), (1.0, -10.0, True), (0.0, math.inf, True), (1.0, -math.inf, True),
+    (0.5, math.nan, False),
+])  # fmt: skip
+def test_schedules_decrease_to_their_ends(at, value, passes):
+    (check,) = [check for check in check_schedule(Ends(at, value), points=199).checks if check.name == "decreasing"]
+    assert (check.status == "passed") == passes
+
+
+def test_an_energy_is_checked_without_dropout(refuses):
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def energy(self, x):
+            return self.dropout(0.5 * x.square()).sum(1)
+
+        def score(self, x):
+            return -self.dropout(x)
+
+    assert check_energy(Dropping().train(), iter([2])).passed
+    refuses(ValueError, "at least two examples", check_energy, Dropping(), (2,), batch=1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from genmodels.diffusion import PARAMETERISATIONS, CosineSchedule, Denoiser
+from genmodels.diffusion import PARAMETERISATIONS, CosineSchedule, Denoiser, HeunSampler, V
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.verification.diffusion import DENOISER_CHECKS, SAMPLER_CHECKS, check_denoiser, check_sampler
 from tests.diffusion.table import INSTANCES
@@ -52,3 +53,26 @@ def test_a_boolean_buffer_is_part_of_the_state():
     net.register_buffer("flags", torch.tensor([True, False]))
     report = check_denoiser(Denoiser(net, CosineSchedule(), PARAMETERISATIONS["v"]()), (2,))
     assert report["nothing modified"].error == 0
+
+
+class Conditioned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of_x, self.of_cond = nn.Linear(2, 2), nn.Linear(3, 2)
+
+    def forward(self, x, log_snr, cond):
+        return torch.tanh(self.of_x(x) + self.of_cond(cond) + 0.1 * log_snr[:, None])
+
+
+def test_denoisers_with_vectors_as_conditions(refuses):
+    denoiser = Denoiser(Conditioned(), CosineSchedule(), V())
+    assert check_denoiser(denoiser, (2,), cond=torch.randn(5, 3)).passed
+    refuses(ValueError, "at least two conditions", check_denoiser, denoiser, (2,), cond=torch.randn(1, 3))
+
+
+def test_checks_leave_the_global_generator_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    check_sampler(HeunSampler())
+    assert torch.equal(torch.rand(1), expected)
