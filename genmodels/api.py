@@ -25,7 +25,7 @@ from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, at_least, first_line, require_known
-from genmodels.core.files import check_writable, located
+from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
 from genmodels.core.tensors import html_table
@@ -33,7 +33,7 @@ from genmodels.evaluation.materials import data_of, material
 from genmodels.evaluation.samples import draw, write_path, write_samples
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.plots.images import has_picture, picture_of
+from genmodels.plots.images import has_picture, picture_of, show
 
 if TYPE_CHECKING:
     from genmodels.cli.say import Speech
@@ -82,8 +82,10 @@ class Samples(core.Samples):
         Raises:
             InputError: for a form that these samples do not have, or a place that cannot be written.
         """
+        from genmodels.cli.sample import check_replaced
+
         out = Path(out).expanduser()
-        check_writable("out", out)
+        check_replaced(out, self.spec, self.index.tolist())
         write_samples(self, self.spec, out)
         return out
 
@@ -101,8 +103,6 @@ class Samples(core.Samples):
 
     def show(self) -> None:
         """Show the picture, or the table: in a notebook there, else in a window."""
-        from genmodels.cli.say import show
-
         show(self, self.picture)
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class Model:
         """
         with as_input_errors():
             at_least(1, n=1 if n is None else n)
-        data = data_of(self.header, self.ckpt, self.trust)()
+        data = data_of(self.network, self.header, self.ckpt, self.trust)()
         return data.items(split, None if n is None else torch.arange(min(n, len(data.split(split)))))
 
     def sample(
@@ -426,10 +426,10 @@ def train(model: str | None = None, *words: str, device: str = "auto", **setting
 
 
 def _checked(taker: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Options checked and converted as on the command line; tensors of items stay as they are."""
+    """Options checked and converted as on the command line; tensors of items, and of numbers of classes, stay."""
     schema = Schema(taker, lambda _: "in Python")
-    plain = {key: _plain(value) for key, value in given.items() if key in schema.top.keys}
-    return given | schema.check(plain)
+    plain = {key: _plain(value) for key, value in given.items() if key in schema.top.keys and key != "cond"}
+    return given | {k: torch.as_tensor(v) for k, v in given.items() if isinstance(v, np.ndarray)} | schema.check(plain)
 
 
 def _plain(value: Any) -> Any:

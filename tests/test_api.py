@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +140,41 @@ def test_samples_are_saved_in_the_home_folder(model, monkeypatch, tmp_path):
     assert samples.save_path("~/a.gif") == tmp_path / "a.gif" and (tmp_path / "a.gif").is_file()
 
 
+def test_saving_replaces_what_is_ours_alone(model, tmp_path, refuses):
+    samples = model.sample(2, steps=1, progress=False)
+    samples.save(tmp_path / "ours")
+    samples.save(tmp_path / "ours")  # again
+    (tmp_path / "mine").mkdir()
+    Image.new("L", (4, 4)).save(tmp_path / "mine" / "000001.png")
+    refuses(InputError, "000001.png is no sample and would be replaced", samples.save, tmp_path / "mine")
+    points = gm.api.Samples.of(gm.core.samples.Samples(torch.zeros(2, 3), None, torch.arange(2), {}),
+                               DataSpec("table", (3,)))
+    (tmp_path / "t.json").write_text("mine")
+    refuses(InputError, "also writes .*t.json, which exists", points.save, tmp_path / "t.csv")
+    assert (tmp_path / "t.json").read_text() == "mine" and not (tmp_path / "t.csv").exists()
+
+
+def test_elements_of_tensors_are_numbers_of_classes(model):
+    """Also where the names of the classes are integers."""
+    network = copy.deepcopy(model.network)
+    network.spec = replace(network.spec, class_names=tuple(str(number) for number in range(1, 11)))
+    named = gm.Model(network, model.header, model.ckpt)
+    for cond in (torch.tensor([1, 2]), np.array([1, 2]), ["2", "3"], [2, 3], (2, 3)):
+        assert named.sample(2, cond=cond, steps=1, progress=False).cond.tolist() == [1, 2]
+    assert named.sample(1, cond=torch.tensor(1), steps=1, progress=False).cond.tolist() == [1]
+    assert named.sample(1, cond="10", steps=1, progress=False).cond.tolist() == [9]
+
+
+def test_items_are_those_that_the_model_was_trained_on(tmp_path, refuses):
+    x = np.random.default_rng(0).normal(size=(60, 2)).astype("float32")
+    np.savez(tmp_path / "t.npz", x=x)
+    model = gm.train("maf", data="arrays", file=str(tmp_path / "t.npz"), max_steps=1, run_dir=str(tmp_path / "run"),
+                     logger={"wandb": "off"}, trainer={"progress": False})  # fmt: skip
+    assert model.items().x.shape[1:] == (2,)
+    np.savez(tmp_path / "t.npz", x=np.concatenate([x, x[:1] + 1]))
+    refuses(InputError, "has changed since training", gm.load(tmp_path / "run").items)
+
+
 def test_a_missing_file_is_a_failure(tmp_path):
     with pytest.raises(RunError, match="no such checkpoint"):
         gm.load(tmp_path / "nothing.ckpt")
@@ -174,7 +211,7 @@ def test_the_public_names_are_typed():
     assert done.returncode == 0, done.stdout
 
 
-def test_speech(tmp_path):
+def test_speech(tmp_path, monkeypatch):
     text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello", "a cab"]}
     mel = {"sample_rate": 8000, "n_fft": 256, "hop": 64, "n_mels": 4, "f_min": 0.0, "f_max": 4000.0}
     spec = DataSpec("speech", (4, 40), mel=mel, statistics={"mean": -5.0, "std": 2.0}, text=text)
@@ -185,6 +222,17 @@ def test_speech(tmp_path):
     (place,) = speech.save(tmp_path / "cab.wav")
     assert place.stat().st_size > 1000 and len(speech.waves[0]) == 1600
     assert speech._repr_html_().count("<audio") == 1 and repr(speech) == "speech: 'a cab'"
+    twice = gm.load(tmp_path).sample(2, text="a cab", seconds=0.2)
+    assert twice._repr_html_().count("<audio") == 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (first,), (cold,) = speech.save("~/out"), gm.load(tmp_path).sample(text="a cab", temperature=0).save("~/out")
+    assert first != cold and first.parent == cold.parent == tmp_path / "out" and "temperature" in cold.name
+    (tmp_path / "mine.png").write_text("mine")
+    with pytest.raises(InputError, match="also writes .*mine.png, which exists"):
+        speech.save(tmp_path / "mine.wav")
+    for texts in (["a cab", " "], ["", "a cab"]):
+        with pytest.raises(InputError, match="there is no text to synthesise: text . is empty"):
+            gm.load(tmp_path).sample(text=texts)
     with pytest.raises(InputError, match="did you mean 'vocoder'"):
         gm.load(tmp_path).sample(text="a cab", vocodr="hifigan")
     for n in (0, -1):

@@ -167,7 +167,7 @@ def inpaint(model: gm.Model, layers: dict[str, Any], **options: Any) -> gm.Sampl
 @functools.lru_cache(maxsize=8)
 def data(model: gm.Model):
     """The data that a model was trained on, prepared once."""
-    return data_of(model.header, model.ckpt, model.trust)()
+    return data_of(model.network, model.header, model.ckpt, model.trust)()
 
 
 def item(model: gm.Model, number: int | None, height: int = _LARGE) -> Image.Image:

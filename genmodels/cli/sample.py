@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from PIL import Image
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, an, counted
 from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of
 from genmodels.core.processes import Ranks
-from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
+from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, check_companions, require_partners
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.materials import data_of, material, read_items
 from genmodels.evaluation.samples import (
@@ -105,7 +108,8 @@ def run(
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
-    _check_companions(out)
+    if out is not None:
+        check_companions(Path(out))
 
     given = _Trained.load(ckpt, device, trust or [])
     group, spec = Ranks(), given.model.spec
@@ -127,7 +131,7 @@ def run(
         raise InputError(f"{unused[0]} is for text-to-speech models: {given.kind}")
     given_options = _not_default(options, named, ema)
     target = Path(out) if out is not None else default_target(given.place, asked, spec, given_options)
-    _check_targets(target, path, spec)
+    _check_targets(target, path, spec, range(asked.start, asked.start + asked.n))
     if interpolate is not None:
         _check_alone(asked, given_options | {"path": path})
         print(*strip(given, interpolate, frames or _FRAMES, ema, Path(out) if out else None), sep="\n")
@@ -187,10 +191,10 @@ def _say(
                        of_item=materials, takes=takes, text_file=text_file, out=out, chunk=chunk)  # fmt: skip
 
 
-def _check_targets(target: Path, path: str | None, spec: DataSpec) -> None:
+def _check_targets(target: Path, path: str | None, spec: DataSpec, numbers: Sequence[int]) -> None:
     """Refuse files that cannot hold such samples, or cannot be written."""
     check_target(target, spec)
-    check_writable("out", target)
+    check_replaced(target, spec, numbers)
     if path is not None:
         check_path(Path(path), spec)
         if Path(path).resolve() == target.resolve():
@@ -222,7 +226,6 @@ def _write_drawn(
     """Draw samples, write them, then their trajectory to `path`, and say each after `lines`."""
     spec = drawing.model.spec
     if single:
-        _check_folder(target, drawing.options)
         made, written = write_folder(drawing, spec, target)
         recipes = {file.name: recipe_of(file) for file in sorted(target.glob("*.png"))}
         others = [name for name, recipe in recipes.items() if recipe not in (None, drawing.made["recipe"])]
@@ -236,21 +239,30 @@ def _write_drawn(
         print(write_path(samples, spec, Path(path), frames))
 
 
-def _check_folder(target: Path, asked: SamplingOptions) -> None:
-    """Refuse to replace pictures that are no samples."""
-    for number in range(asked.start, asked.start + asked.n):
-        file = place_of_sample(target, number)
-        if file.exists() and recipe_of(file) is None:
-            raise InputError(f"{file} is no sample and would be replaced: name another folder by out=")
+def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None:
+    """Refuse places that cannot be written, or where files that are not known to be ours would be replaced.
+
+    These are the files next to `target` where it does not exist itself, and in a folder those of samples `numbers`.
+    """
+    check_writable("out", target)
+    check_companions(target)
+    ending = ".txt" if spec.encoding is not None else ".wav" if spec.mel is not None else ".png"
+    if target.suffix or not target.is_dir() or (ending == ".txt" and any(target.glob("made_*.json"))):
+        return
+    for number in numbers:
+        picture = place_of_sample(target, number)
+        for file in (picture, picture.with_suffix(ending)):
+            if file.exists() and not _is_ours(picture):
+                raise InputError(f"{file} is no sample and would be replaced: name another folder by out=")
 
 
-def _check_companions(out: str | None) -> None:
-    """Refuse to replace what is not known to be ours: the files next to `out` where `out` itself does not exist."""
-    companions = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
-    target = Path(out or "")
-    for suffix in companions.get(target.suffix.lower(), ()):
-        if (place := target.with_suffix(suffix)).exists() and not target.exists():
-            raise InputError(f"out={out} also writes {place}, which exists: give another name")
+def _is_ours(picture: Path) -> bool:
+    """Whether a picture says how a sample was made."""
+    try:
+        with Image.open(picture) as image:
+            return any(str(key).startswith("genmodels.") for key in image.info)
+    except OSError:
+        return False
 
 
 def _not_default(options: dict, named: dict, ema: bool | float) -> dict:
@@ -351,7 +363,7 @@ def strip(given: _Trained, ends: list, frames: int, ema: bool | float, target: P
     """
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
-    sheet = between(given.model, ends, frames, ema, data_of(given.header, given.path, given.trust))
+    sheet = between(given.model, ends, frames, ema, data_of(given.model, given.header, given.path, given.trust))
     if target is None:
         words = "-".join(file_word(str(end).replace(".", "-")) for end in ends)
         words += "" if frames == _FRAMES else f"_frames-{frames}"

@@ -9,23 +9,21 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from markupsafe import Markup
-from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, as_input_errors, check_number, counted
 from genmodels.core.files import file_word, short_hash, write_text, write_whole
-from genmodels.core.samples import SamplingOptions
+from genmodels.core.samples import SamplingOptions, check_companions
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
 from genmodels.models.glow_tts import check_streams, stream_text
 from genmodels.models.text_model import TextReader
-from genmodels.plots.images import mel_with_tokens
+from genmodels.plots.images import mel_with_tokens, show
 from genmodels.speech.audio import MelConfig, write_wav
 from genmodels.speech.streaming import Vocoder, collect, stream_sound
 from genmodels.speech.text import LONGEST_PAUSE, phrases
@@ -68,12 +66,7 @@ def say(
     silent = out is not None and out.suffix.lower() == ".npz"
     if silent and how.vocoder != SynthesisOptions().vocoder:
         raise InputError(f"out={out} holds mels, for which no vocoder is used: leave out vocoder, or write .wav")
-    # The name has all options, so that no other samples are overwritten.
-    given = {key: value for key, value in (item or {}).items() if value is not None}
-    given |= {key: value for key, value in how.given().items() if key not in (*_UNNAMED, *of_item)}
-    given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
-              if value != getattr(SynthesisOptions(), key)}
-    stem = "_".join([place.stem, *(file_word(f"{key}-{value}") for key, value in given.items())])
+    stem = _stem(place.stem, how, item or {}, of_item)
     # Both before the synthesis, so that their errors do not come after minutes of it.
     places = targets(out, place.parent / "samples", stem, texts * (takes or 1), how.seed)
     vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
@@ -91,6 +84,15 @@ def say(
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s ({factor}){whose}"]
     return lines + times + [line for one, target in zip(found, places, strict=True)
                             for line in write_utterance(one, model.spec, target, how, origin, vocoder)]
+
+
+def _stem(name: str, how: SynthesisOptions, item: dict | None = None, unnamed: Collection[str] = ()) -> str:
+    """A file name with all options, so that no other samples are overwritten."""
+    given = {key: value for key, value in (item or {}).items() if value is not None}
+    given |= {key: value for key, value in how.given().items() if key not in (*_UNNAMED, *unnamed)}
+    given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
+              if value != getattr(SynthesisOptions(), key)}
+    return "_".join([name, *(file_word(f"{key}-{value}") for key, value in given.items())])
 
 
 def synthesis_options(model, options: dict) -> SynthesisOptions:
@@ -174,8 +176,9 @@ def in_parts(texts: Sequence[str], how: SynthesisOptions, mel: dict) -> list[lis
         marked = [[(text, 0.0)] for text in texts]
     split = [[(part, round(gap * mel["sample_rate"] / mel["hop"])) for part, gap in parts] for parts in marked]
     count = sum(map(len, split))
-    if not count:
-        raise InputError("there is no text to synthesise")
+    if not count or not all(split):
+        empty = "" if not count else f": text {[not parts for parts in split].index(True) + 1} is empty"
+        raise InputError(f"there is no text to synthesise{empty}")
     if how.durations is not None and len(how.durations) != count:
         raise InputError(f"durations has {len(how.durations)} sentences, the text has {count}")
     return split
@@ -404,7 +407,10 @@ class Speech:
         Raises:
             InputError: for one file and several texts.
         """
-        places = targets(Path(out), Path(out), "speech", [one.text for one in self.texts], self._how.seed)
+        out = Path(out).expanduser()
+        places = targets(out, out, _stem("speech", self._how), [one.text for one in self.texts], self._how.seed)
+        for place in places:
+            check_companions(place)
         for one, place in zip(self.texts, places, strict=True):
             write_utterance(one, self.spec, place, self._how, self._made)
         return places
@@ -427,24 +433,9 @@ class Speech:
 
     def _repr_html_(self) -> str:
         players = {}
-        for one, wave in zip(self.texts, self.waves, strict=True):
+        for number, (one, wave) in enumerate(zip(self.texts, self.waves, strict=True), 1):
             write_wav(held := io.BytesIO(), wave, self.spec.mel["sample_rate"])
             sound = f"data:audio/wav;base64,{base64.b64encode(held.getvalue()).decode()}"
-            players[one.text] = Markup(f'<audio controls src="{sound}"></audio>')
+            name = one.text if one.text not in players else f"{one.text} ({number})"
+            players[name] = Markup(f'<audio controls src="{sound}"></audio>')
         return html_table("speech", players)
-
-
-def show(thing: Any, picture: Image.Image | None = None) -> None:
-    """Display an object in a notebook; elsewhere show its picture in a window, or print it."""
-    try:
-        notebook = get_ipython().display_formatter is not None  # type: ignore[name-defined]  # in a notebook only
-    except (NameError, AttributeError):
-        notebook = False
-    if notebook:
-        from IPython.display import display
-
-        display(thing)
-    elif picture is not None:
-        picture.show()
-    else:
-        print(thing)

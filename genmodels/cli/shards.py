@@ -42,4 +42,5 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
     size = sum(one["bytes"] for one in record["shards"].values())
     counts = ", ".join(f"{count:,} {split}" for split, count in record["items"].items())
     print(f"{len(record['shards'])} shards in {folder}: {counts}, {size / 1e6:,.1f} MB")
-    print(f"train:    genmodels train data=shards {typed('data.root', folder)}")
+    model = "" if module.spec.text is None else "model=glow_tts "
+    print(f"train:    genmodels train {model}data=shards {typed('data.root', folder)}")

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -257,3 +258,15 @@ class Trajectory:
     def kept(self) -> Tensor | None:
         """(frames, n, *event), or None if there are none."""
         return torch.stack(self._frames) if self._frames else None
+
+
+def check_companions(target: Path) -> None:
+    """Refuse to replace what is not known to be ours: files written next to `target`, where it does not exist itself.
+
+    Raises:
+        InputError: naming such a file.
+    """
+    companions = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
+    for suffix in companions.get(target.suffix.lower(), ()):
+        if (place := target.with_suffix(suffix)).exists() and not target.exists():
+            raise InputError(f"out={target} also writes {place}, which exists: give another name")

@@ -323,7 +323,7 @@ def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
         return arrays.get(name)
 
     parts = {split: (pick(_X, split), pick(_Y, split)) for split in ("all", *SPLITS)}
-    if parts["train"][0] is None and "train" in known:
+    if parts["train"][0] is None and "train" in known and parts["all"][0] is None:
         parts = {split: (pick((split,), "all"), parts[split][1]) for split in SPLITS}
     found = {split: part for split, part in parts.items() if part[0] is not None}
     if not found or ("all" not in found and "train" not in found):

@@ -332,7 +332,7 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     """The number of each file's split (None: not given by folders), class names and labels."""
     parts = [Path(name).parts for name in files]
     tops = [SPLIT_NAMES.get(part[0].lower()) if len(part) > 1 else None for part in parts]
-    given = None not in tops and "train" in tops and len(set(tops)) > 1
+    given = None not in tops and "train" in tops and (len(set(tops)) > 1 or any(len(part) > 2 for part in parts))
     splits = torch.tensor([SPLITS.index(top) for top in tops]) if given else None
     folders = [part[given:-1] for part in parts]
     names = sorted({folder[0] for folder in folders if folder})

@@ -21,6 +21,7 @@ from genmodels.core.processes import Ranks
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule
 from genmodels.evaluation.features import Cache, code_hash, key_of
+from genmodels.evaluation.materials import require_same_items
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
@@ -239,7 +240,7 @@ class Opened:
         fits(model, datamodule.spec)
         changed = {key: value for key, value in request.data.items() if key not in trained or value != trained[key]}
         _require_same_division(datamodule, trained, changed)
-        _require_same_items(model, datamodule, changed)
+        require_same_items(model, datamodule, changed)
         spec = datamodule.spec  # request.data may have replaced the data of training
         model.spec = replace(model.spec, name=spec.name, entropy=spec.entropy, encoding=spec.encoding)
         limit = request.limit
@@ -299,23 +300,6 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
         now = "no labels" if found.num_classes is None else f"{found.num_classes} classes"
         raise InputError(f"these data do not fit the checkpoint: they have {now}, the model is conditioned on "
                          f"{model.num_classes} classes: give labelled data of these classes")
-
-
-def _require_same_items(model: GenerativeModel, datamodule: DataModule, changed: dict) -> None:
-    """Raise an InputError for columns or classes of other names, and for a data set that has changed since training."""
-    trained, found = model.spec, datamodule.spec
-    for what in ("columns", *(["class_names"] if model.num_classes is not None else [])):
-        then, now = getattr(trained, what), getattr(found, what)
-        if then and now and then != now:
-            raise InputError(f"these data do not fit the checkpoint: their {what} are {', '.join(now)}, the model was "
-                             f"built for {', '.join(then)}")
-    other = {"root", "file"} & set(changed) or datamodule.draws_items
-    if not other and not found.fingerprint.startswith(trained.fingerprint):
-        options = ", ".join(f"data.{key}={value}" for key, value in changed.items())
-        raise InputError(f"{found.name} has changed since training ({found.fingerprint}; then {trained.fingerprint}"
-                         f"{f'; {options}' if options else ''}), so that its test split may hold items that the "
-                         "model was trained on: restore it, or evaluate on data of which it has seen nothing by "
-                         "data.root= or data.file=")
 
 
 def _require_same_division(datamodule: DataModule, trained: dict, changed: dict) -> None:

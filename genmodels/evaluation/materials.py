@@ -27,9 +27,35 @@ from genmodels.speech.text import Symbols, ready
 _OF_ITEM = ("text_file", "durations", "seconds", "speed", "stream")  # options that an item with a text replaces
 
 
-def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> Callable[[], DataModule]:
-    """A function that prepares the data which a checkpoint was trained on."""
-    return lambda: build(data_options(header, ckpt_path), trust=trust).prepare()
+def data_of(model, header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> Callable[[], DataModule]:
+    """A function that prepares the data which a model was trained on.
+
+    The function raises an InputError for data that have changed since: they may be divided otherwise.
+    """
+
+    def prepared() -> DataModule:
+        data = build(data_options(header, ckpt_path), trust=trust).prepare()
+        require_same_items(model, data, {})
+        return data
+
+    return prepared
+
+
+def require_same_items(model, datamodule: DataModule, changed: dict) -> None:
+    """Raise an InputError for columns or classes of other names, and for a data set that has changed since training."""
+    trained, found = model.spec, datamodule.spec
+    for what in ("columns", *(["class_names"] if model.num_classes is not None else [])):
+        then, now = getattr(trained, what), getattr(found, what)
+        if then and now and then != now:
+            raise InputError(f"these data do not fit the checkpoint: their {what} are {', '.join(now)}, the model was "
+                             f"built for {', '.join(then)}")
+    other = {"root", "file"} & set(changed) or datamodule.draws_items
+    if not other and not found.fingerprint.startswith(trained.fingerprint):
+        options = ", ".join(f"data.{key}={value}" for key, value in changed.items())
+        raise InputError(f"{found.name} has changed since training ({found.fingerprint}; then {trained.fingerprint}"
+                         f"{f'; {options}' if options else ''}), so that its test split may hold items that the "
+                         "model was trained on: restore it, or evaluate on data of which it has seen nothing by "
+                         "data.root= or data.file=")
 
 
 def material(
@@ -52,7 +78,7 @@ def material(
         return {}, []
     if "known" not in model.own_options():
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
-    spec, data = model.spec, data_of(header, ckpt_path, trust)
+    spec, data = model.spec, data_of(model, header, ckpt_path, trust)
     named = named | {key: os.path.expanduser(named[key]) for key in ("inpaint", "mask", "edit")
                      if isinstance(named[key], str)}
 

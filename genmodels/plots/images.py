@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -347,3 +348,19 @@ def _slopes(log_density: Function, x: Tensor, step: float) -> Tensor:
     moves = step * torch.eye(2, dtype=x.dtype)
     sides = [(log_density(x + move) - log_density(x - move)) / (2 * step) for move in moves]
     return torch.nan_to_num(torch.stack(sides, dim=1), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def show(thing: Any, picture: Image.Image | None = None) -> None:
+    """Display an object in a notebook; elsewhere show its picture in a window, or print it."""
+    try:
+        notebook = get_ipython().display_formatter is not None  # type: ignore[name-defined]  # in a notebook only
+    except (NameError, AttributeError):
+        notebook = False
+    if notebook:
+        from IPython.display import display
+
+        display(thing)
+    elif picture is not None:
+        picture.show()
+    else:
+        print(thing)

@@ -165,7 +165,7 @@ def compare(
     targets = _targets([evaluation.opened for evaluation in evaluations], request.out, several)
     folders = [evaluation.opened.path.resolve().parent for evaluation in evaluations]
     folder = Path(request.out or table_folder(folders)) if several else None
-    _check_unnamed(targets if request.out is not None else [], folder)
+    _check_unnamed(targets, folder)
     done, lines = _run(evaluations, targets, first, failures)
     table = make_table(
         in_one_network([evaluation.report for evaluation, _ in done]), [evaluation.arrays for evaluation, _ in done],
@@ -402,6 +402,8 @@ def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
     """Raise an InputError if files of these reports, or of the table in the folder, would replace the user's own."""
     taken = [place for target in reports if _held(target) is None
              for place in (target, arrays_target(target), target.with_suffix(".html")) if place.exists()]
+    if folder is None:  # report.html may be that of a table
+        taken = [place for place in taken if not _is_table(_read(place.with_name("table.json")))]
     if taken:
         raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give another out=")
     if folder is None:

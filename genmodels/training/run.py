@@ -324,14 +324,16 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     """The last lines of a run: the final metrics, and the commands to sample and evaluate."""
     script = Path(sys.argv[0])
     sample, evaluate = "genmodels sample", "genmodels evaluate"
-    if script.name == "train.py":
+    if script.name == "train.py" and script.with_name("sample.py").is_file():
         sample, evaluate = (f"python {shlex.quote(str(script.with_name(s)))}" for s in ("sample.py", "evaluate.py"))
     best = folder / "best.ckpt"
     ckpt = best if best.exists() else folder / "last.ckpt"
     figures = ", ".join(f"{name} {value}" for name, value in figures_of(model).items()) or "no metrics"
     result = f"result:   step {model.trainer.global_step}, {figures}"
     result += "".join(f"; best.ckpt is of step {step}" for _, step in best_of(folder))
-    wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
+    text = model.spec.text
+    of_sounds = text is not None and text.get("form", "characters") != "characters"
+    wanted = "n=60" if text is None else typed("text", text["examples"][0] if of_sounds else "Hello there.")
     named = typed("ckpt", ckpt, model.run_config.get("trust"))
     command = f"{sample} {named} {wanted}" if model.generates else f"genmodels transcribe {named} a.wav"
     return [result, f"sample:   {command}", f"evaluate: {evaluate} {named}"]

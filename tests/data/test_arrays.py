@@ -240,6 +240,9 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "holds a, b: name the items x" in line("d.npz")
     np.savez(tmp_path / "e.npz", x=NHWC, x_test=NHWC)
     assert "both undivided items and splits" in line("e.npz")
+    np.savez(tmp_path / "e2.npz", x=NHWC, train=NHWC, test=NHWC)  # x must not be left out without a word
+    Arrays(file=str(tmp_path / "e2.npz")).prepare()
+    assert "test, train not read" in capsys.readouterr().out
     np.savez(tmp_path / "f.npz", x_train=NHWC, x_test=NHWC[:, :5])
     assert "items of different shapes" in line("f.npz")
     np.savez(tmp_path / "g.npz", x=NHWC, y=np.arange(49))

@@ -411,3 +411,13 @@ def test_a_size_beyond_the_memory_is_refused_before_anything_is_decoded(folder, 
     monkeypatch.setattr(image_folder, "decode", None)
     with pytest.raises(InputError, match=r"data.size=100000: 64 images at once would take 7,680 GB of \d+ GB of"):
         ImageFolder(root=str(folder), size=100_000).setup()
+
+
+def test_a_lone_training_folder_keeps_its_classes(tmp_path):
+    for number, name in enumerate(["cats", "dogs"] * 10):
+        place = tmp_path / "train" / name
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number).save(place / f"{number}.png")
+    data = ImageFolder(root=str(tmp_path), size=8).prepare()
+    assert data.spec.class_names == ("cats", "dogs") and len(data.split("test")) > 0
+    assert sum(len(data.split(name)) for name in ("train", "val", "test")) == 20

@@ -34,8 +34,8 @@ from genmodels.evaluation.checkpoint import (
     Opened,
     Request,
     _require_same_division,
-    _require_same_items,
     fits,
+    require_same_items,
 )
 from genmodels.evaluation.evaluate import (
     PixelHistogram,
@@ -275,7 +275,7 @@ def test_a_table_that_changed_since_training_is_refused(tmp_path, rows, order, a
     trained, found = SimpleNamespace(spec=data(60, "abc").spec, num_classes=None), data(rows, order)
     expected = contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said)
     with expected:
-        _require_same_items(trained, found, asked)
+        require_same_items(trained, found, asked)
 
 
 def clips(folder: Path, lengths: list[int]) -> Path:
@@ -293,15 +293,15 @@ def test_options_that_leave_items_out_divide_the_rest_anew_and_are_refused(tmp_p
     root = clips(tmp_path, [8000 + 1000 * number for number in range(30)])
     trained = Speech(root=str(root), layout="manifest").prepare()
     model = SimpleNamespace(spec=trained.spec, num_classes=None)
-    _require_same_items(model, Speech(root=str(root), layout="manifest", batch_size=3).prepare(), {"batch_size": 3})
+    require_same_items(model, Speech(root=str(root), layout="manifest", batch_size=3).prepare(), {"batch_size": 3})
     with pytest.warns(UserWarning, match="left out"):
         fewer = Speech(root=str(root), layout="manifest", max_seconds=1.5, skip_bad=True).prepare()
     items = [{item.name for item in data.split("train").items} for data in (trained, fewer)]
     assert {item.name for name in ("val", "test") for item in fewer.split(name).items} & items[0]  # which is why
     with pytest.raises(InputError, match="has changed since training .*data.max_seconds=1.5"):
-        _require_same_items(model, fewer, {"max_seconds": 1.5, "skip_bad": True})
+        require_same_items(model, fewer, {"max_seconds": 1.5, "skip_bad": True})
     former = replace(trained.spec, fingerprint=trained.spec.fingerprint.partition(", clips")[0])  # of former versions
-    _require_same_items(SimpleNamespace(spec=former, num_classes=None), trained, {})
+    require_same_items(SimpleNamespace(spec=former, num_classes=None), trained, {})
 
 
 @pytest.mark.parametrize("change, said", [
