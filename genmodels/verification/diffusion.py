@@ -291,6 +291,18 @@ def temperature(s: SamplerSubject) -> Measured:
     return Measured(float((again(2, 0.0)[0] - again(3, 0.0)[0]).abs().max()))
 
 
+@SAMPLER_CHECKS.add("condition", 0.0, "every call of the denoiser is given the condition")
+def condition(s: SamplerSubject) -> Measured:
+    """The number of calls without the conditions of the samples, in four steps."""
+    labels, calls = torch.arange(6), []
+    exact = copy.deepcopy(s.exact)
+    exact.register_forward_pre_hook(with_kwargs=True, hook=lambda module, args, kwargs: calls.append(
+        args[2] if len(args) > 2 else kwargs.get("cond")))
+    s.draw(6, uniform_t(exact.schedule, 4), exact=exact, cond=labels)
+    wrong = sum(cond is None or set(cond.tolist()) != set(labels.tolist()) for cond in calls)
+    return Measured(float(wrong), f"of {len(calls)} calls" if wrong else "")
+
+
 @SAMPLER_CHECKS.add("no signal", 0.0, "a first step from zero terminal SNR is finite")
 def no_signal(s: SamplerSubject) -> Measured:
     """The linear schedule, rescaled so that no signal is left at t = 1."""

@@ -94,6 +94,13 @@ class Always32(DPMSolverPP2MSampler):
         return super().__call__(denoiser, x.float(), t, s, memory, generator, cond, temperature)
 
 
+class Unconditional(HeunSampler):
+    """The condition is left out."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        return super().__call__(denoiser, x, t, s, memory, generator, None, temperature)
+
+
 # ---- denoisers -----------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +214,7 @@ MUTANTS: dict[str, Mutant] = {
     "temperature forgotten": _sampler(Hot, "temperature"),
     "half a step": _sampler(HalfStep, "no signal", "trajectory", "spread"),
     "float32 always": _sampler(Always32, "dtype", "point mass"),
+    "condition left out": _sampler(Unconditional, "condition"),
     "nothing (denoiser)": _denoiser(Broken),
     "sign of the noise": _denoiser(_flipped_noise, "signal and noise", "v", "score", "training target"),
     "sign of v": _denoiser(_swapped_v, "v"),
