@@ -144,6 +144,7 @@ class LoggerOptions:
             id=run_id,
             mode=self.wandb,
             resume="allow" if self.wandb == "online" else None,
+            reinit="create_new",  # beside a run of the caller's own
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         # W&B's own steps count records: after a resume they begin anew, or go on from the step of the kill.
@@ -362,18 +363,18 @@ def log_evaluation(checkpoint: Path, options: LoggerOptions, report: dict, data:
         table.add_data(*row)
     # One record: what is logged last is the summary too.
     run.log({"trainer/global_step": facts["step"], name: table, **values})
-    _finish()
+    _finish(run)
     return True
 
 
-def _finish() -> None:
-    """End the W&B run of this process, if there is one, and the service that writes it.
+def _finish(run) -> None:
+    """End a W&B run, and the service that writes it unless it also writes one of the caller's own.
 
     Otherwise the file of a second run in this process would be written only at the end of the process.
     """
+    run.finish()
     wandb = quiet_wandb()
-    if wandb.run is not None:
-        wandb.finish()
+    if wandb.run is None:
         wandb.teardown()
 
 
@@ -381,4 +382,4 @@ def close(logger: Logger) -> None:
     """Flush a logger and end its run, so that the next run in this process is separate."""
     logger.save()
     if isinstance(logger, WandbLogger):
-        _finish()
+        _finish(logger.experiment)

@@ -242,6 +242,10 @@ def test_an_evaluation_joins_the_run_of_its_checkpoint(checkpoint, facts, of, ke
         def log(values):
             logged.update(values)
 
+        @staticmethod
+        def finish():
+            logged["finished"] = True
+
     names = []
     monkeypatch.setattr(LoggerOptions, "wandb_run", lambda self, folder, *words: names.append(words) or Run())
     (tmp_path / "wandb").mkdir()
@@ -249,7 +253,8 @@ def test_an_evaluation_joins_the_run_of_its_checkpoint(checkpoint, facts, of, ke
               "checkpoint": {"family": "nsf", "step": 3, "weights": "ema"} | facts,
               "data": {"name": "toy", "split": "test", "items": 99, "limited": False} | of}  # fmt: skip
     assert log_evaluation(tmp_path / f"{checkpoint}.ckpt", LoggerOptions(wandb="offline"), report, "toy")
-    assert names == [("nsf", "toy")] and set(logged) == {"trainer/global_step", key, f"{key}/recall"}
+    assert names == [("nsf", "toy")] and logged.pop("finished")
+    assert set(logged) == {"trainer/global_step", key, f"{key}/recall"}
     assert logged[f"{key}/recall"] == 0.5 and logged["trainer/global_step"] == 3
 
 
@@ -259,3 +264,21 @@ def test_tensorboard_drops_what_came_after_the_checkpoint(resumed, purged, tmp_p
     monkeypatch.setattr(loggers, "TensorBoardLogger", lambda *_, **options: given.update(options))
     LoggerOptions(wandb="off", csv=False, tensorboard=True).build(tmp_path, "nsf", "toy", resumed)
     assert given["purge_step"] == purged
+
+
+def test_a_run_of_the_callers_own_goes_on(tmp_path):
+    wandb = loggers.quiet_wandb()
+    own = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True))
+    try:
+        (tmp_path / "run").mkdir()
+        built = LoggerOptions(wandb="offline", csv=False).build(tmp_path / "run", "nsf", "toy")
+        (ours,) = [logger for logger in built if isinstance(logger, WandbLogger)]
+        ours.log_metrics({"a": 1.0}, 0)
+        loggers.close(ours)
+        own.log({"b": 2.0})
+        assert wandb.run is own and ours.experiment.id != own.id
+    finally:
+        own.finish()
+        wandb.teardown()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert file.stat().st_size > 0
