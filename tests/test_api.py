@@ -222,6 +222,8 @@ def test_speech(tmp_path, monkeypatch):
     (place,) = speech.save(tmp_path / "cab.wav")
     assert place.stat().st_size > 1000 and len(speech.waves[0]) == 1600
     assert speech._repr_html_().count("<audio") == 1 and repr(speech) == "speech: 'a cab'"
+    with pytest.raises(InputError, match="items of speech need their texts"):
+        gm.load(tmp_path).log_likelihood(torch.zeros(2, 4, 40))
     twice = gm.load(tmp_path).sample(2, text="a cab", seconds=0.2)
     assert twice._repr_html_().count("<audio") == 2
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -278,6 +278,8 @@ class DataSpec:
         x = batch.x
         if not self.holds(tuple(x.shape[1:])):
             raise ValueError(f"events of shape {tuple(x.shape[1:])}, but {self.name} has {self.event_shape}")
+        if self.text is not None and batch.cond is None:
+            raise ValueError(f"items of {self.name} need their texts: give a Batch with cond, as `items` returns it")
         if self.levels is None:
             bad = ~torch.isfinite(x)
             if bad.any():
