@@ -507,7 +507,7 @@ def test_sound_ones_pass(capsys):
     assert verify_kind("euler") == 0
     assert verify_kind("of_points", "shape=[2]", "options.classes=4", "cond=labels:4") == 0
     out = capsys.readouterr().out
-    assert "euler, a sampler: 9 passed" in out and "order 0.99" in out and "Denoiser, a denoiser: 10 passed" in out
+    assert "euler, a sampler: 10 passed" in out and "order 0.99" in out and "Denoiser, a denoiser: 10 passed" in out
 
 
 @pytest.mark.usefixtures("my_kinds")
