@@ -15,7 +15,7 @@ from genmodels import __version__
 from genmodels.core.checkpoint import checkpoint_hash, origin
 from genmodels.core.errors import InputError, RunError, an
 from genmodels.core.files import EXPORTED, HUB, located, place_of, typed, write_text
-from genmodels.core.likelihood import value_of, with_error
+from genmodels.core.likelihood import in_words
 from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw, write_samples
 from genmodels.evaluation.table import UNITS
@@ -162,12 +162,7 @@ def _listed(report: dict) -> list[str]:
     if not report["likelihood"]:
         return [_NOT_EVALUATED]
     for line in report["likelihood"]:
-        unnormalised, value, sides = line["kind"] == "unnormalised", value_of(line)[1], line.get("bracket") or {}
-        number = with_error(value, line["se_data"])
-        if value is None and sides.get("upper") is not None:
-            number = f"{sides['lower']:.4f} to {sides['upper']:.4f}"
-        shown = "none" if unnormalised else f"{line['mark']} {number}"
-        kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
+        shown, kind = in_words(line)
         rows.append(f"| `{shown}` | {UNITS[line['unit']]} | {kind} | {line['how']} |")
     data, weights = report["data"], report["checkpoint"]["weights"]
     by = {"ema": "", "raw": ", by the raw weights (ema=false)"}.get(weights, f", by the average with ema={weights}")

@@ -9,8 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from PIL import Image
-
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, an, counted
@@ -24,8 +22,8 @@ from genmodels.evaluation.samples import (
     check_path,
     check_target,
     draw_together,
-    place_of_sample,
-    recipe_of,
+    made_of,
+    sample_file,
     save_png,
     write_folder,
     write_path,
@@ -227,7 +225,7 @@ def _write_drawn(
     spec = drawing.model.spec
     if single:
         made, written = write_folder(drawing, spec, target)
-        recipes = {file.name: recipe_of(file) for file in sorted(target.glob("*.png"))}
+        recipes = {file.name: made_of(file).get("recipe") for file in sorted(target.glob("*.png"))}
         others = [name for name, recipe in recipes.items() if recipe not in (None, drawing.made["recipe"])]
         if others:
             written.append(f"{counted(len(others), 'picture')} there of other samples, such as {others[0]}")
@@ -250,19 +248,10 @@ def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None
     if target.suffix or not target.is_dir() or (ending == ".txt" and any(target.glob("made_*.json"))):
         return
     for number in numbers:
-        picture = place_of_sample(target, number)
+        picture = sample_file(target, number)
         for file in (picture, picture.with_suffix(ending)):
-            if file.exists() and not _is_ours(picture):
+            if file.exists() and not made_of(picture):
                 raise InputError(f"{file} is no sample and would be replaced: name another folder by out=")
-
-
-def _is_ours(picture: Path) -> bool:
-    """Whether a picture says how a sample was made."""
-    try:
-        with Image.open(picture) as image:
-            return any(str(key).startswith("genmodels.") for key in image.info)
-    except OSError:
-        return False
 
 
 def _not_default(options: dict, named: dict, ema: bool | float) -> dict:

@@ -66,7 +66,7 @@ def say(
     silent = out is not None and out.suffix.lower() == ".npz"
     if silent and how.vocoder != SynthesisOptions().vocoder:
         raise InputError(f"out={out} holds mels, for which no vocoder is used: leave out vocoder, or write .wav")
-    stem = _stem(place.stem, how, item or {}, of_item)
+    stem = _stem(place.stem, how, item, of_item)
     # Both before the synthesis, so that their errors do not come after minutes of it.
     places = targets(out, place.parent / "samples", stem, texts * (takes or 1), how.seed)
     vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))

@@ -378,3 +378,19 @@ def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
     if result.solver_change is not None:
         found["val/solver_change"] = float(result.solver_change.nanmean()) / unit
     return found
+
+
+def in_words(line: Mapping[str, Any]) -> tuple[str, str]:
+    """A likelihood of a report for a table: its value with mark and error, or its bracket, and its kind.
+
+    Example:
+        >>> in_words({"kind": "ais", "mark": "~?", "unit": "nats", "nll": 2.5, "se_data": 0.1, "unreliable": "few"})
+        ('~? 2.5000(1000)', 'ais, unreliable')
+    """
+    kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
+    value, sides = value_of(line)[1], line.get("bracket") or {}
+    if line["kind"] == "unnormalised":
+        return "none", kind
+    if value is None and sides.get("upper") is not None:
+        return f"{line['mark']} {sides['lower']:.4f} to {sides['upper']:.4f}", kind
+    return f"{line['mark']} {with_error(value, line['se_data'])}", kind

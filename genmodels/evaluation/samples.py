@@ -178,7 +178,7 @@ def write_folder(drawing: Drawing, spec: DataSpec, target: Path) -> tuple[dict, 
 
 def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str) -> tuple[int, dict, list[str]]:
     own = drawing.ranks.share(range(len(drawing.parts)))
-    missing = [n for n in own if any(recipe_of(place_of_sample(target, k)) != recipe for k in drawing.parts[n])]
+    missing = [n for n in own if any(made_of(sample_file(target, k)).get("recipe") != recipe for k in drawing.parts[n])]
     made, lines = {}, []
     drawing.made["recipe"] = recipe
     for samples in drawing.draw(missing):
@@ -187,16 +187,16 @@ def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str
     return sum(len(drawing.parts[number]) for number in missing), made, lines
 
 
-def recipe_of(path: Path) -> str | None:
-    """The hash of all that a written sample depends on; None for another file."""
+def made_of(path: Path) -> dict[str, str]:
+    """How a picture of samples was made; empty for another file."""
     try:
         with Image.open(path) as image:
-            return image.info.get("genmodels.recipe")
+            return {str(k)[10:]: value for k, value in image.info.items() if str(k).startswith("genmodels.")}
     except OSError:
-        return None
+        return {}
 
 
-def place_of_sample(target: Path, number: int) -> Path:
+def sample_file(target: Path, number: int) -> Path:
     """The picture of a sample in a folder of single ones."""
     return target / f"{number:06d}.png"
 
@@ -269,7 +269,7 @@ def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
     for k, image in enumerate(images_of(samples.x, spec)):
         label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
         number = int(samples.index[k])
-        save_png(image, place_of_sample(target, number), samples.made | {"index": number} | label)
+        save_png(image, sample_file(target, number), samples.made | {"index": number} | label)
     return []
 
 
@@ -326,7 +326,7 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
         else:
             write_wav(held, wave, config.sample_rate)
             write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
-        save_png(mel_image(mel, 4, 2), place_of_sample(target, number), samples.made | {"index": number} | label)
+        save_png(mel_image(mel, 4, 2), sample_file(target, number), samples.made | {"index": number} | label)
     return silent
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError
-from genmodels.core.likelihood import with_error
+from genmodels.core.likelihood import in_words, with_error
 from genmodels.data.base import items_of
-from genmodels.evaluation.report import DataFacts, Fidelity, LikelihoodLine, Reference, Report, Scale, Skipped
+from genmodels.evaluation.report import DataFacts, Fidelity, LikelihoodLine, Reference, Report, Scale, Skipped, plain
 from genmodels.evaluation.speech import audit_notes, speech_notes, spoken_at_notes, transcription_note
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
@@ -162,9 +162,8 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
             if line is None:
                 cells += [""] * 5
             else:
-                shown = "none" if line.kind == "unnormalised" else f"{line.mark} {_value(line)}"
-                kind = "none" if line.kind == "unnormalised" else line.kind
-                kind = ", ".join([kind, *(word for word in ("optimistic", "unreliable") if getattr(line, word))])
+                shown, kind = in_words(plain(line))
+                kind = kind.replace("unnormalised", "none")
                 cells += [shown, UNITS[line.unit], kind, line.how, str(places.get(number, ""))]
             quality = [measured(*(getattr(report.fidelity, key + part, None) for part in ("", "_error")))
                        for key, _ in MEASURES]
@@ -175,14 +174,6 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
             cells += quality + speed if first else [""] * 6
             rows.append(Row(m, None if line is None else k, first, cells, places.get(number)))
     return rows
-
-
-def _value(line: LikelihoodLine) -> str:
-    """The value with its error, or the bracket if there is no value."""
-    sides = line.bracket
-    if line.value is None and sides is not None and sides.upper is not None:
-        return f"{sides.lower:.4f} to {sides.upper:.4f}"
-    return with_error(line.value, line.se_data)
 
 
 def measured(value: float | None, error: float | None) -> str:

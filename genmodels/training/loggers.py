@@ -144,7 +144,7 @@ class LoggerOptions:
             id=run_id,
             mode=self.wandb,
             resume="allow" if self.wandb == "online" else None,
-            reinit="create_new",  # beside a run of the caller's own
+            reinit="create_new",  # a run of the caller's own goes on
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         # W&B's own steps count records: after a resume they begin anew, or go on from the step of the kill.
