@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
@@ -16,6 +15,7 @@ from genmodels.core.random import Generator
 from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.flow import frames_together
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d
@@ -54,7 +54,7 @@ def reach(decoder: Compose) -> Reach:
         >>> reach(mel_decoder(4, hidden=8))
         Reach(context=192, multiple=2)
     """
-    context, factor, multiple = 0, 1, 1
+    context, factor = 0, 1
     for layer in decoder.layers:
         if isinstance(layer, Squeeze1d):
             factor *= layer.factor
@@ -62,8 +62,7 @@ def reach(decoder: Compose) -> Reach:
             factor //= layer.bijection.factor
         else:
             context += factor * _own_reach(layer)
-        multiple = math.lcm(multiple, factor)
-    return Reach(context, multiple)
+    return Reach(context, frames_together(decoder))
 
 
 def _own_reach(layer: Bijection) -> int:
