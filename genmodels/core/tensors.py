@@ -12,6 +12,8 @@ import torch
 from markupsafe import escape
 from torch import Tensor, nn
 
+from genmodels.core.errors import InputError
+
 
 def spread(mask: Tensor, x: Tensor) -> Tensor:
     """The mask with as many axes as x (B, *event), broadcastable to it."""
@@ -58,6 +60,20 @@ def event_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         return x.flatten(1).mean(1)
     return event_sum(x, mask) / event_size(x, mask).clamp(min=1).to(x.dtype)
+
+
+def one_each(what: str, values: Tensor, x: Tensor) -> Tensor:
+    """Return the values; raises InputError unless they are (B,) for x (B, *event), since other shapes would broadcast.
+
+    Example:
+        >>> one_each("an energy", torch.zeros(3, 1), torch.zeros(3, 2))
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: an energy is one number for each row, (3,), got shape (3, 1)
+    """
+    if values.shape != x.shape[:1]:
+        raise InputError(f"{what} is one number for each row, ({len(x)},), got shape {tuple(values.shape)}")
+    return values
 
 
 def wide(x: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, at_least
 from genmodels.core.random import Generator, KeyedGenerator, child, normal, uniform
-from genmodels.core.tensors import event_sum
+from genmodels.core.tensors import event_sum, one_each
 from genmodels.diffusion.decoder import Decoder, Gaussian
 from genmodels.diffusion.guidance import require_unaltered
+from genmodels.diffusion.ode import standard_normal
 from genmodels.diffusion.path import (
     NOISIEST,
     Path,
@@ -311,7 +312,7 @@ def path_terms(
         raise InputError(f"a path over {len(times)} times has {len(times) + 1} points, not {len(path)}")
     model_variance = variance_function(variance)
     last = path[-1].double()
-    log_prior = prior(path[-1]) if prior is not None else event_sum(gaussian.log_prob(last, last * 0, last * 0 + 1))
+    log_prior = standard_normal(last) if prior is None else one_each("prior", prior(path[-1]), last)
     transitions = []
     for i in range(1, len(path)):
         before, x = path[i - 1].double(), path[i].double()

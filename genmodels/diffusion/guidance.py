@@ -72,8 +72,8 @@ class GuidedDenoiser(AlteredDenoiser):
             conditional estimate (Lin et al. 2023, section 3.4).
         interval: lowest and highest log-SNR where w applies; elsewhere it is 1 (Kynkaanniemi et al. 2024).
 
-    Errors: a denoiser changed before, a rescale outside [0, 1], an empty interval, a call without condition where w is
-        not 0.
+    Errors: a denoiser changed before, a scale that is not finite, a rescale outside [0, 1], an empty interval, a call
+        without condition where w is not 0.
     Source: Ho and Salimans, "Classifier-free diffusion guidance", 2022, equation 6, whose w is ours minus 1.
 
     Example:
@@ -97,6 +97,8 @@ class GuidedDenoiser(AlteredDenoiser):
             raise InputError(f"rescale = {rescale}: choose a share from 0 to 1")
         if not interval[0] < interval[1]:
             raise InputError(f"interval = {list(interval)}: give the lower log-SNR first, then the higher")
+        if not math.isfinite(scale):
+            raise InputError(f"scale = {scale}: choose a finite number")
         self.scale, self.null, self.rescale, self.interval = scale, null, rescale, interval
 
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:
@@ -184,7 +186,7 @@ class ThresholdedDenoiser(AlteredDenoiser):
         denoiser: the denoiser.
         threshold: a name in THRESHOLDS, or a function of x_0 (B, *event) and its mask, (B, 1, T) or None.
 
-    Errors: an unknown name; NotFinite for an estimate that is not finite.
+    Errors: an unknown name; a threshold that changes the shape; NotFinite for an estimate that is not finite.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
@@ -204,4 +206,6 @@ class ThresholdedDenoiser(AlteredDenoiser):
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:
         prediction = self.denoiser(x, t, cond, mask, **estimate)
         x0 = self.threshold(require_finite_rows(prediction.x0), mask)
+        if x0.shape != x.shape:
+            raise InputError(f"a threshold keeps the shape of x_0, {tuple(x.shape)}, got {tuple(x0.shape)}")
         return X0().to_prediction(x0, x, self.schedule.log_snr(t), prediction.nu)

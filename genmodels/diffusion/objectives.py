@@ -299,6 +299,8 @@ class Hybrid(Simple):
     ):
         super().__init__(decoder, times, weighting=weighting, time_sampler=time_sampler)
         self.need_bound()
+        if not 0 <= share < math.inf:
+            raise InputError(f"share = {share}: choose a finite weight of at least 0")
         self.share = share
 
     def check(self, denoiser) -> None:

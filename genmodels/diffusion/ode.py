@@ -19,7 +19,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, as_input_errors, at_least, one_of
 from genmodels.core.random import Generator, child, uniform
-from genmodels.core.tensors import event_sum, hide, spread, usable
+from genmodels.core.tensors import event_sum, hide, one_each, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
 from genmodels.diffusion.path import NOISIEST, alpha_sigma, expand
 from genmodels.diffusion.solvers import SOLVERS, FixedSteps, SolverError
@@ -119,7 +119,8 @@ class OdeDensity:
         tolerance: relative and absolute tolerance of the adaptive solvers.
         steps: number of equal steps of `heun` and `rk4`.
         variable: integration variable: `log_snr`, or the `time` of the path, in which the flow of a straight path is
-            nearly straight, so that few steps suffice; fine structure needs `log_snr` or more steps.
+            nearly straight, so that few steps suffice; fine structure, and schedules given by a table of betas, whose
+            rate in time jumps from cell to cell, need `log_snr` or more steps.
         rows: most examples solved at once.
 
     Shapes: x (B, *event) already noised to `log_snr`, cond (B,) or (B, F), mask (B, 1, T) of the valid scalars.
@@ -225,7 +226,7 @@ class OdeDensity:
             at = float(schedule.log_snr(torch.tensor(error.at)).detach()) if in_time else error.at
             raise SolverError(first + error.row, at, f"the ODE failed: {error.reason}") from error
         latent = solution.y[:, :dims].reshape(x.shape)
-        at_the_end = standard_normal(latent, mask) if base is None else base(latent)
+        at_the_end = standard_normal(latent, mask) if base is None else one_each("base", base(latent), latent)
         return at_the_end[:, None] + solution.y[:, dims:], latent, solution.evaluations
 
 

@@ -215,8 +215,10 @@ class EDMSampler(HeunSampler):
     def __init__(
         self, steps: int, *, churn: float = 0.0, smallest: float = 0.0, largest: float = math.inf, noise: float = 1.0
     ):
-        if steps < 1 or not (churn >= 0 and noise >= 0):
+        if steps < 1 or not (churn >= 0 and 0 <= noise < math.inf):
             raise InputError(f"steps = {steps}, churn = {churn}, noise = {noise}: give steps >= 1, the others >= 0")
+        if not smallest <= largest:
+            raise InputError(f"smallest = {smallest} and largest = {largest}: give the smaller noise level first")
         self.rise = min(churn / steps, math.sqrt(2) - 1)
         self.smallest, self.largest, self.noise = smallest, largest, noise
 

@@ -228,8 +228,8 @@ class RK4(FixedSteps):
 
 
 def _positive(tolerance: float) -> float:
-    if not isinstance(tolerance, int | float) or not tolerance > 0:
-        raise InputError(f"tolerance must be a positive number, got {tolerance!r}")
+    if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
+        raise InputError(f"tolerance must be a positive finite number, got {tolerance!r}")
     return tolerance
 
 

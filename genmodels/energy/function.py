@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from genmodels.core.errors import InputError
-from genmodels.core.tensors import usable, wide
+from genmodels.core.tensors import one_each, usable, wide
 from genmodels.nn.jet import require_independent, require_smooth
 
 
@@ -83,13 +83,14 @@ class ScoreNetwork(ScoreFunction):
         self.network = network
 
     def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
-        return _like(x, self.network(x) if cond is None else self.network(x, cond))
+        return like(x, self.network(x) if cond is None else self.network(x, cond))
 
 
-def _like(x: Tensor, score: Tensor) -> Tensor:
-    if score.shape != x.shape:
-        raise InputError(f"a score has the shape of x, {tuple(x.shape)}, got {tuple(score.shape)}")
-    return score
+def like(x: Tensor, values: Tensor, what: str = "a score") -> Tensor:
+    """Return the values; raises InputError unless they have the shape of x, since others would broadcast."""
+    if values.shape != x.shape:
+        raise InputError(f"{what} has the shape of x, {tuple(x.shape)}, got {tuple(values.shape)}")
+    return values
 
 
 class EnergyFunction(ScoreFunction):
@@ -123,7 +124,7 @@ class EnergyFunction(ScoreFunction):
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             x, cond = usable(x), usable(cond)
             leaf = x if training and x.requires_grad else x.detach().requires_grad_()
-            energy = self.energy(leaf, cond)
+            energy = one_each("an energy", self.energy(leaf, cond), x)
             (score,) = torch.autograd.grad(log_density_of(energy).sum(), leaf, create_graph=training)
         return (energy if training else energy.detach()), score
 
@@ -167,10 +168,7 @@ class Energy(EnergyFunction):
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             x = wide(x)
-            energy = self.network(x) if cond is None else self.network(x, cond)
-        if energy.shape != x.shape[:1]:
-            raise InputError(f"an energy is one number per example, ({len(x)},), got shape {tuple(energy.shape)}")
-        return energy
+            return one_each("an energy", self.network(x) if cond is None else self.network(x, cond), x)
 
     def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
@@ -200,10 +198,8 @@ class LogDensity(EnergyFunction):
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         log_prob = getattr(self.model, "log_prob", self.model)
         found = log_prob(x) if cond is None else log_prob(x, cond)
-        if found.shape != x.shape[:1]:
-            raise InputError(f"a log-density is one number for each row, ({len(x)},), got {tuple(found.shape)}")
         # The sign is its own inverse: the energy of a log-density is minus that log-density.
-        return log_density_of(found)
+        return log_density_of(one_each("a log-density", found, x))
 
 
 class NoiseConditionalScore(nn.Module):
@@ -226,7 +222,7 @@ class NoiseConditionalScore(nn.Module):
 
     def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
         """The score at noise `sigma (B,)`."""
-        return _like(x, self.network(x, sigma, cond))
+        return like(x, self.network(x, sigma, cond))
 
     def at(self, sigma: float) -> ScoreFunction:
         """The score function of one noise level."""
@@ -350,7 +346,7 @@ def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         x, cond = usable(wide(x)), usable(cond)
         leaf = x if training and x.requires_grad else x.detach().requires_grad_()
-        score = model.score(leaf, cond)
+        score = like(leaf, model.score(leaf, cond))
         batch, dims = len(x), math.prod(x.shape[1:])
         total = score.new_zeros(batch)
         for start in range(0, dims, chunk):
@@ -371,7 +367,7 @@ def _log_fallback(network: str) -> None:
 
 
 def _double_backward(model, leaf, directions, cond, training, chunk) -> Directional:
-    score = model.score(leaf, cond)
+    score = like(leaf, model.score(leaf, cond))
     slopes, curvatures = [], []
     for i, v in enumerate(directions):
         slope = (score * v).flatten(1).sum(1)
@@ -394,7 +390,7 @@ def _forward_over_reverse(model, leaf, directions, cond, training, chunk) -> Dir
 def _pushed(model, leaf: Tensor, v: Tensor, cond: Tensor | None) -> tuple[Tensor, Tensor]:
     """(s, J v) by forward-mode differentiation."""
     with forward_ad.dual_level():
-        score, product = forward_ad.unpack_dual(model.score(forward_ad.make_dual(leaf, v), cond))
+        score, product = forward_ad.unpack_dual(like(leaf, model.score(forward_ad.make_dual(leaf, v), cond)))
     return score, torch.zeros_like(score) if product is None else product
 
 

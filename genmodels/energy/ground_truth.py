@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import Generator, uniform
 from genmodels.core.tensors import hide, usable, wide
-from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, log_density_of, require_energy
+from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, like, log_density_of, require_energy
 from genmodels.energy.kernels import noise_like
 
 
@@ -223,7 +223,7 @@ class Potential(nn.Module):
     def _scalar(self, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
         # The fused kernels of attention have no second derivative; the plain one has.
         with sdpa_kernel(SDPBackend.MATH), torch.autocast(x.device.type, enabled=False):
-            f = self.network(x, log_snr, cond, *(() if mask is None else (mask,)))
+            f = like(x, self.network(x, log_snr, cond, *(() if mask is None else (mask,))), "the output of the network")
         return (x * f).flatten(1).sum(1)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError, check_temperature
 from genmodels.core.random import Generator, at_step, normal, uniform
 from genmodels.core.tensors import event_size
-from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction
+from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction, like
 
 #: A proposal that raises the energy by more than this counts as a divergence of the integrator.
 DIVERGENCE = 1000.0
@@ -68,7 +68,7 @@ class Target:
             if isinstance(self.model, EnergyFunction):
                 energy, score = self.model.energy_and_score(x, self.cond)
                 return Point(x, energy, score)
-            return Point(x, None, self.model.score(x, self.cond))
+            return Point(x, None, like(x, self.model.score(x, self.cond)))
 
 
 class Kernel(Protocol):
@@ -244,8 +244,8 @@ class HMC:
     ):
         if leapfrog_steps < 1:
             raise InputError(f"leapfrog_steps = {leapfrog_steps} must be at least 1")
-        if inverse_mass is not None and not bool((inverse_mass > 0).all()):
-            raise InputError("inverse_mass must be positive everywhere")
+        if inverse_mass is not None and not bool(((inverse_mass > 0) & inverse_mass.isfinite()).all()):
+            raise InputError("inverse_mass must be positive and finite everywhere")
         if not 0 <= jitter < 1:
             raise InputError(f"jitter = {jitter} must be from 0 to below 1")
         self.step_size = positive("step_size", step_size)
@@ -372,10 +372,11 @@ def predictor_corrector(
 
 
 def require_decreasing(sigmas: Sequence[float]) -> None:
-    """Raises InputError unless the noise levels are positive and decrease."""
+    """Raises InputError unless the noise levels are positive, finite and decrease."""
     pairs = zip(sigmas[:-1], sigmas[1:], strict=True)
-    if not len(sigmas) or sigmas[-1] <= 0 or any(smaller >= larger for larger, smaller in pairs):
-        raise InputError("noise levels must be positive and decrease, from the largest to the smallest")
+    in_order = all(smaller < larger < math.inf for larger, smaller in pairs)
+    if not (len(sigmas) and 0 < sigmas[-1] < math.inf and in_order):
+        raise InputError("noise levels must be positive, finite and decrease, from the largest to the smallest")
 
 
 def _start(shape, sigma: float, generator: Generator, start: Tensor | None, dtype, device) -> Tensor:

@@ -487,3 +487,5 @@ def test_a_path_has_one_point_more_than_times():
     denoiser = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
     with pytest.raises(ValueError, match="has 5 points, not 3"):
         path_terms(denoiser, [torch.zeros(3, 2)] * 3, ddpm_times(4))
+    with pytest.raises(ValueError, match=r"prior is one number for each row, \(3,\), got shape \(3, 1\)"):
+        path_terms(denoiser, [torch.zeros(3, 2)] * 5, ddpm_times(4), prior=lambda x: x[:, :1])

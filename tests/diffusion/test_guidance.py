@@ -225,6 +225,8 @@ def test_an_altered_denoiser_has_no_likelihood():
 
 def test_bad_options():
     plain = classes("v")
+    with pytest.raises(ValueError, match="scale = nan"):
+        GuidedDenoiser(plain, math.nan, NULL)
     with pytest.raises(ValueError, match="rescale = 2"):
         GuidedDenoiser(plain, 3.0, NULL, rescale=2)
     with pytest.raises(ValueError, match="not a thresholded one: guide first"):
@@ -312,6 +314,12 @@ def test_an_estimate_that_is_not_finite_is_not_clipped_into_a_sample(value, thre
     denoiser = ThresholdedDenoiser(Denoiser(net, CosineSchedule(), X0()), threshold)
     with pytest.raises(NotFinite, match="row 1 is not finite"):
         denoiser(torch.zeros(2, 2), torch.tensor([0.5, 0.5]))
+
+
+def test_a_threshold_that_would_broadcast_is_refused():
+    denoiser = ThresholdedDenoiser(FAR, lambda x0, mask: x0.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match=r"keeps the shape of x_0, \(1, 2\), got \(1, 1\)"):
+        denoiser(torch.zeros(1, 2), torch.tensor([0.5]))
 
 
 def test_an_unknown_threshold():

@@ -387,6 +387,7 @@ def test_a_network_in_float32_keeps_a_state_in_float64():
         ({"solver": "euler"}, "choose one of rk45, scipy, heun, rk4"),
         ({"probes": 0}, "at least 1"),
         ({"tolerance": 0.0}, "positive"),
+        ({"tolerance": math.inf}, "finite"),
         ({"solver": "heun", "steps": 0}, "at least 1"),
     ],
 )
@@ -405,6 +406,14 @@ def test_no_points_have_no_densities(divergence, columns):
 def test_probes_need_a_generator():
     with pytest.raises(InputError, match="need a generator"):
         OdeDensity(divergence="hutchinson")(exact_denoiser("gaussian"), points(), TOP)
+
+
+def test_a_base_that_would_broadcast_is_refused(refuses):
+    def base(x):
+        return standard(x)[:, None]
+
+    refuses(InputError, r"base is one number for each row, \(3,\)", OdeDensity(), exact_denoiser("gaussian"), points(),
+            TOP, base=base)
 
 
 def test_a_path_that_fails_names_its_row_and_noise_level():

@@ -134,6 +134,10 @@ def test_mixture_weights(name):
 def test_bad_options():
     with pytest.raises(ValueError, match="churn = nan"):
         EDMSampler(4, churn=math.nan)
+    with pytest.raises(ValueError, match="noise = inf"):
+        EDMSampler(4, noise=math.inf)
+    with pytest.raises(ValueError, match="give the smaller noise level first"):
+        EDMSampler(4, smallest=2.0, largest=1.0)
     with pytest.raises(ValueError, match="eta = 1.5"):
         DDIMSampler(eta=1.5)
     with pytest.raises(ValueError, match="beta, beta_tilde"):

@@ -11,12 +11,18 @@ from torch import nn
 from genmodels.core.errors import InputError
 from genmodels.energy import (
     Energy,
+    EnergyFunction,
     LogDensity,
     NoiseConditionalScore,
+    Potential,
     Quadratic,
+    ScoreFunction,
     ScoreNetwork,
     SlicedScoreMatchingVR,
+    Target,
+    directional,
     require_energy,
+    trace,
 )
 from genmodels.flows import Affine, ChannelSplit, Compose, Coupling, DiagonalNormal, Flow
 from genmodels.nn.energy_nets import EnergyMLP
@@ -189,7 +195,7 @@ def test_conditions_reach_the_network():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"one number per example, \(5,\), got shape \(5, 1\)"):
+    with pytest.raises(ValueError, match=r"one number for each row, \(5,\), got shape \(5, 1\)"):
         Energy(nn.Linear(3, 1).double()).energy(X)
     with pytest.raises(ValueError, match="shape of x"):
         ScoreNetwork(nn.Linear(3, 2).double()).score(X)
@@ -209,3 +215,26 @@ def test_errors():
 @pytest.mark.parametrize("log_prob", [lambda x: x.sum(1, keepdim=True), lambda x: x.sum()])
 def test_a_log_density_is_a_number_for_each_row(log_prob, refuses):
     refuses(InputError, r"one number for each row, \(4,\), got", LogDensity(log_prob).energy, torch.randn(4, 2))
+
+
+class OwnEnergy(EnergyFunction):
+    def energy(self, x, cond=None):
+        return x.square().sum(1, keepdim=True)
+
+
+class OwnScore(ScoreFunction):
+    def score(self, x, cond=None):
+        return -x.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("use", [
+    lambda x: OwnEnergy().score(x),
+    lambda x: Target(OwnEnergy()).evaluate(x),
+    lambda x: Target(OwnScore()).evaluate(x),
+    lambda x: directional(OwnScore(), x, torch.ones(1, 4, 2), route="double_backward"),
+    lambda x: directional(OwnScore(), x, torch.ones(1, 4, 2), route="forward_over_reverse"),
+    lambda x: trace(OwnScore(), x),
+    lambda x: Potential(lambda x, log_snr, cond: x[:, :1])(x, torch.zeros(4)),
+])
+def test_own_functions_of_another_shape_do_not_broadcast(use, refuses):
+    refuses(InputError, r"(one number for each row, \(4,\)|has the shape of x, \(4, 2\)), got", use, torch.ones(4, 2))

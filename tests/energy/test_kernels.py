@@ -338,7 +338,8 @@ def test_an_energy_of_minus_infinity_is_never_taken():
 def test_options():
     assert (HMC(step_size=0.1).wanted_acceptance, HMC(step_size=0.5).wanted_acceptance) == (0.65, 0.8)
     for make in (lambda: ULA(step_size=0), lambda: MALA(step_size=-1), lambda: HMC(leapfrog_steps=0),
-                 lambda: HMC(jitter=1.0), lambda: HMC(inverse_mass=torch.zeros(2))):  # fmt: skip
+                 lambda: HMC(jitter=1.0), lambda: HMC(inverse_mass=torch.zeros(2)),
+                 lambda: HMC(inverse_mass=torch.tensor([1.0, math.inf]))):  # fmt: skip
         with pytest.raises(ValueError, match="must"):
             make()
 

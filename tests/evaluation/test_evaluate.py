@@ -693,7 +693,7 @@ BAD = [
     ("ckpt=FLOW recognizer=run beam=8", 2, "recognizer is for text-to-speech models"),
     ("ckpt=FLOW ode=true", 2, "is for diffusion models"),
     ("ckpt=DIFFUSION ode=true ode_options.tol=0.1", 2, "got 'tol': did you mean 'tolerance'?"),
-    ("ckpt=DIFFUSION ode=true ode_options.tolerance=abc", 2, "tolerance must be a positive number, got 'abc'"),
+    ("ckpt=DIFFUSION ode=true ode_options.tolerance=abc", 2, "tolerance must be a positive finite number, got 'abc'"),
     ("ckpt=DIFFUSION ode=true ode_options.steps=3", 2, "steps is for solver=heun and rk4"),
     ("ckpt=DIFFUSION ode=true ode_options.solver=rk4 ode_options.steps=2.5", 2, "steps must be a whole number"),
     ("ckpt=DIFFUSION ode=true ode_options.solver=rk4 ode_options.tolerance=1e-3", 2, "tolerance is for solver=rk45"),
