@@ -243,7 +243,7 @@ class Speech(DataModule):
         self.layout, self.mel, self.rate, self.language = layout, mel_config(mel or {}), rate, language
         self.form, self.symbols = symbols, Symbols(table_of(symbols), blanks=blanks, on_unknown=on_unknown)
         self.speakers, self.statistics, self.max_seconds = speakers, statistics, max_seconds
-        self.multiple = multiple or default_multiple(layout)
+        self.multiple = default_multiple(layout) if multiple is None else multiple
         self.fractions = split_fractions(val_fraction, test_fraction)
         self.allow_partial, self.skip_bad, self.max_frames = allow_partial, skip_bad, max_frames
         self._findings: list[Finding] | None = None

@@ -143,6 +143,16 @@ def target(s: DenoiserSubject) -> Measured:
     return _identity(s, lambda p, alpha, sigma: (p.output, parameterisation.target(p.x0, p.eps, log_snr)))
 
 
+@DENOISER_CHECKS.add("log-SNR", 1e-9, "a prediction at a time is that at the log-SNR of this time")
+@torch.no_grad()
+def at_log_snr(s: DenoiserSubject) -> Measured:
+    """x0 of a call against x0 of `at_log_snr`, which bounds and objectives use."""
+    if not hasattr(s.denoiser, "at_log_snr"):
+        raise NotApplicable("has no at_log_snr")
+    direct = s.denoiser.at_log_snr(s.x, s.denoiser.schedule.log_snr(s.t), s.cond).x0
+    return Measured(float(errors(s.predict().x0, direct).max()))
+
+
 @DENOISER_CHECKS.add("rows independent", 1e-9, "a prediction does not depend on the rest of the batch")
 @torch.no_grad()
 def rows(s: DenoiserSubject) -> Measured:

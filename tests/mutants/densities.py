@@ -221,6 +221,6 @@ MUTANTS: dict[str, Mutant] = {
     "energy upside down": _energy(Upside, "falls off"),
     "dead parameter of an energy": _energy(Dead, "gradients"),
     "calls counted in the state": _energy(Counting, "nothing modified"),
-    "one energy for all": _energy(Summed, "shape", "rows independent", "score"),
+    "one energy for all": _energy(Summed, "shape", "rows independent", "score", "nothing modified", "gradients"),
     "curvature halved": _energy(lambda: Bent(torch.eye(2)), "jet"),
 }

@@ -174,6 +174,18 @@ class Straight(Broken):
         return super().forward(x, t, cond, mask, estimate).along(LinearPath(), t)
 
 
+class Rescaled(Broken):
+    """A call at a time that sees another x than a call at a log-SNR."""
+
+    def forward(self, x, t, cond=None, mask=None, estimate=None):
+        found = super().forward(0.9 * x, t, cond, mask, estimate)
+        log_snr = self.schedule.log_snr(t)
+        alpha, sigma = (torch.sigmoid(sign * log_snr).sqrt()[:, None].to(x) for sign in (1, -1))
+        eps = (x - alpha * found.x0) / sigma
+        v = alpha * eps - sigma * found.x0
+        return _prediction(x, log_snr, v, found.x0, eps, v).along(self.schedule, t)
+
+
 class Idle(Broken):
     """A parameter that nothing depends on."""
 
@@ -225,5 +237,6 @@ MUTANTS: dict[str, Mutant] = {
     "no estimate at t = 1": _denoiser(_undefined_at_one, "both ends"),
     "output in float32": _denoiser(_single, "shape and dtype", "training target"),
     "x moved": _denoiser(Counting, "nothing modified", "signal and noise", "rows independent"),
+    "calls that see another x": _denoiser(Rescaled, "log-SNR"),
     "dead parameter of a denoiser": _denoiser(Idle, "gradients"),
 }
