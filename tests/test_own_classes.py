@@ -18,12 +18,17 @@ from genmodels.core.errors import InputError
 from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel, Samples
+from genmodels.models.build import TARGET, build
 from genmodels.models.optimizer import Optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 SOURCE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
 LINES = [line for line in PAGE.splitlines() if line.startswith("genmodels ") and "trust=[mine]" in line]
 COMMANDS = [shlex.split(line)[1:] for line in LINES]
+
+
+NETWORK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+NETWORK_LINES = [line for line in PAGE.splitlines() if line.startswith("genmodels ") and "trust=[small]" in line]
 
 
 @pytest.fixture
@@ -91,6 +96,20 @@ class Drawn(GenerativeModel):
     def draw(self, options):
         x = options.temperature * (options.steps or 1) * self.numbered(options.n, options.start)[:, None].float()
         return Samples(x, None, self.numbered(options.n, options.start), {"seed": options.seed})
+
+
+def test_a_network_of_the_docs_trains_and_is_read_only_if_trusted(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for line in NETWORK_LINES:
+        assert cli.main([*shlex.split(line)[1:], *(["trainer.max_steps=2"] if " train " in line else [])]) == 0
+    assert next((tmp_path / "runs/small/samples").glob("best_*.png"))
+    capsys.readouterr()
+    assert cli.main(["sample", "ckpt=runs/small", "n=1"]) == 2
+    assert "'small.Small' is not a class of genmodels; to allow it add its package: trust" in capsys.readouterr().err
+    with pytest.raises(InputError, match="is not a class of genmodels"):  # trust ends with the model that had it
+        build({TARGET: "small.Small"}, (1, 8, 8))
 
 
 def test_a_model_that_defines_draw_is_sampled_like_any_other():

@@ -22,7 +22,7 @@ OPTIONS = """\
   -h, --help         show this help and exit"""
 SCRIPTS = ("train", "sample", "evaluate")  # those with a file of that name at the top of the repository
 EXAMPLES = {
-    "train": ["model=ddpm", "model=ddpm data=mnist trainer.max_epochs=50 seed=1", "-m model=ddpm seed=0,1",
+    "train": ["model=ddpm", "model=ddpm data=mnist trainer.max_steps=5000 seed=1", "-m model=ddpm seed=0,1",
               "model=ddpm trainer=smoke", "model=ddpm resume=last"],
     "sample": ["ckpt=runs/ddpm-digits/<time>/best.ckpt n=64 sampler=ddim steps=50 seed=0"],
     "transcribe": ["ckpt=runs/recognizer-speech/<time>/best.ckpt a.wav b.wav"],

@@ -343,7 +343,7 @@ class Latents:
         return Latents(tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)))
 
     def interpolate(self, other: Latents, weights: Tensor | float) -> Latents:
-        """Interpolation from these latents to others that preserves the norm of a standard normal vector.
+        """Interpolation to other latents; between two independent standard normal ones it is standard normal.
 
             z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
 

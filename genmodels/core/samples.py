@@ -46,7 +46,8 @@ class SamplingOptions:
         churn: noise that `edm` adds during sampling, S_churn, 10 by default.
         diffusion: squared diffusion coefficient of `sde` over time: sigma (the default), constant, decreasing or sine.
         along: path to sample along in place of the model's own: linear, cosine, or vp_ and a noise schedule's name.
-        step_size: first step size of an energy's chains, in standard deviations of the data; it adapts, but for `ula`.
+        step_size: first step size of an energy's chains, in standard deviations of the data (`hmc`, `annealed`) or
+            variances (`ula`, `mala`); it adapts, but for `ula`.
         inverse_temperature: beta > 0 of the density p^beta that energies and scores are sampled from.
         clip: keep the estimate of the data in its range at every step: `static` (true), `dynamic`, or false; None for
             static where the data are integers.

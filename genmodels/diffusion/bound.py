@@ -382,7 +382,7 @@ def continuous_elbo(
 ) -> ElboTerms:
     """The negative ELBO of each example in continuous time: unbiased, from one noise level in each of `draws` strata.
 
-        1/2 int E SNR |x_0 - x0_hat|^2 d lambda,   lambda from the log-SNR at t_0 to that at t = 1
+        1/2 int E SNR |x_0 - x0_hat|^2 d lambda,   lambda from the log-SNR at t = 1 up to that at t_0
 
     The strata are equally wide in log-SNR, where the integrand of an optimal denoiser varies little: far less noise
     than with strata in time. The standard error is over `replicates` rounds of draws. The terms of the result are the

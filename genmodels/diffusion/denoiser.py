@@ -201,7 +201,7 @@ class TokenDenoiser(nn.Module):
     """log p of every token given those that are not masked: an embedding, a denoiser's network, and a linear layer.
 
     With `ordered` levels both layers are initialised to cosines of the level, so that neighbouring levels are alike;
-    otherwise to independent Gaussians. The network is given no time, since the number of masked tokens determines it.
+    otherwise to independent Gaussians. The network is given no time, on which log p does not depend.
 
     Arguments:
         net: network of C `width` channels, called as `net(x, log_snr, cond)`.

@@ -34,7 +34,7 @@ class ElboEstimate(NamedTuple):
 class Elbo:
     """The evidence lower bound of a diffusion model of T steps, from all its terms or an estimate from some.
 
-        -log p(x) <= KL(q(x_1|x) || N(0, I)) + sum_k KL(q(x_s|x_t, x) || p(x_s|x_t)) - E log p(x|x_{t_0})
+        -log p(x) <= KL(q(x_1|x) || N(0, I)) + sum_k E_q KL(q(x_s|x_t, x) || p(x_s|x_t)) - E_q log p(x|x_{t_0})
 
     Arguments:
         decoder: p(x | x_{t_0}); its `finest_log_snr` limits t_0.

@@ -52,7 +52,7 @@ def bound_terms(
 ) -> Tensor:
     """(B,) float64, the integrand of the negative ELBO in nats at time t (B,) of each example, random tokens masked.
 
-        -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)]
+        -log p(x) <= E_t E_q(x_t | x) [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)]
 
     Each token is masked with probability 1 - alpha(t). The expectation is the same for every alpha, and is -log p(x)
     where the predictor is exact.

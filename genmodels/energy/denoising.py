@@ -110,8 +110,9 @@ class DiffusionImportanceSampling:
         w = exp(1/2 |x_0|^2 - E(x_K)) prod_k q(x_{k-1}|x_k)/p(x_k|x_{k-1}),   x_0 ~ N(0, I)
 
     E[w] = Z (2 pi)^{-D/2}, whatever the energies are; with the scores of one diffusion and many steps w is constant.
-    For N chains, in expectation, log mean w is below log Z, and log of the mean over N chains and one more that runs
-    from a draw of the model to noise is above it. Both share the N chains, so they are not independent checks.
+    For N chains, in expectation, log mean w + D/2 log(2 pi) is below log Z, and the same with the mean over N chains
+    and one more that runs from a draw of the model to noise is above it. Both share the N chains, so they are not
+    independent checks.
 
     Arguments:
         steps: K, the number of noise levels.
@@ -229,9 +230,9 @@ class _Step:
 class ContrastiveDivergence(nn.Module):
     """E(x) - E(x') + penalty (E(x)^2 + E(x')^2), x' from short persistent Langevin chains.
 
-    For exact samples x' of the model its expected gradient is that of -log p(x); short chains approximate it. The value
-    itself is unrelated to the likelihood. The chains are in a buffer of this module's state, so that training resumes
-    exactly from a checkpoint.
+    For exact samples x' of the model the expected gradient of E(x) - E(x') is that of -log p(x); short chains
+    approximate it. The value itself is unrelated to the likelihood. The chains are in a buffer of this module's state,
+    so that training resumes exactly from a checkpoint.
 
     Arguments:
         event_shape: shape of x.

@@ -293,7 +293,8 @@ def annealed_langevin(
         callback: called after each level as callback(number from 0, x).
 
     Errors: InputError for levels that do not decrease, a temperature below 0 or not finite.
-    Source: Song and Ermon 2019, algorithm 1; the last step is technique 4 of Jolicoeur-Martineau et al. 2021.
+    Source: Song and Ermon 2019, algorithm 1; the last step is the expected denoised sample of Jolicoeur-Martineau et
+    al. 2021.
 
     Example:
         >>> model = NoiseConditionalScore(lambda x, sigma, cond=None: (3 - x) / sigma[:, None] ** 2)  # data: 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -53,6 +54,10 @@ def locate(name: str, trust: Iterable[str] = ()) -> type:
     return found
 
 
+#: The packages trusted by the `build` under way, for the networks that a model builds in its constructor.
+_TRUSTED: ContextVar[Set[str]] = ContextVar("_TRUSTED", default=frozenset())
+
+
 def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
     """The object that a configuration node describes: `{_target_: dotted.Class, option: value, ...}`.
 
@@ -62,7 +67,11 @@ def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
     options = {key: value for key, value in node.items() if key != TARGET}
     if TARGET not in node:
         raise InputError(f"no {TARGET} among {', '.join(node)}: which class is meant?")
-    return construct(locate(node[TARGET], trust), *args, **options)
+    outer = _TRUSTED.set({*trust, *_TRUSTED.get()})
+    try:
+        return construct(locate(node[TARGET], _TRUSTED.get()), *args, **options)
+    finally:
+        _TRUSTED.reset(outer)
 
 
 def make_network(options: dict | None, event_shape: tuple[int, ...], *args: Any) -> Any:

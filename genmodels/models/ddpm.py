@@ -39,7 +39,7 @@ class DDPM(DiffusionModel):
     """A diffusion model: noise is added in steps, and a network learns to remove it.
 
         x_t = alpha_t x_0 + sigma_t eps,    loss = E |target - net(x_t, log SNR)|^2   (objective `simple`)
-        -log p(x) <= KL(q(x_1|x)||N(0,I)) + sum_k KL(q(x_s|x_t,x)||p(x_s|x_t)) - E log p(x|x_0)   (reported)
+        -log p(x) <= KL(q(x_1|x)||N(0,I)) + sum_k E_q KL(q(x_s|x_t,x)||p(x_s|x_t)) - E_q log p(x|x_{t_0})  (reported)
 
     Integers 0..L-1 are mapped to [-1, 1] and the decoder gives their log-mass; continuous data are standardised by
     their training mean and standard deviation, whose volume is part of the density.
@@ -56,7 +56,7 @@ class DDPM(DiffusionModel):
         weighting: of the noise levels in `simple` and `hybrid`: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).
-        variance: variance of the reverse steps: `beta`, exact for Gaussian data; `beta_tilde`, exact for a single
+        variance: variance of the reverse steps: `beta`, exact for data from N(0, I); `beta_tilde`, exact for a single
             point; or `learned` with `hybrid` and `vlb`. By default learned with `hybrid`, else beta for continuous data
             and beta_tilde for integers.
         decoder: how integers are read from the cleanest level: a Gaussian around the network's estimate, cut into

@@ -35,7 +35,7 @@ from genmodels.nn import CausalTransformer, DiT, MLPDenoiser, UNet
 class MaskedDiffusionModel(GenerativeModel):
     """A network that predicts masked integers; a sample starts fully masked and is unmasked over some steps.
 
-        -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)],   t uniform on [0, 1]
+        -log p(x) <= E_t E_q(x_t | x) [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)],   t uniform
 
     Every scalar of integer data is a token with `levels` values, masked with probability 1 - alpha(t). Training
     minimises the negative ELBO, at times spread evenly over each batch. Any part of an event can be given and the rest
