@@ -153,8 +153,7 @@ class Model:
         Raises:
             InputError, RunError: for n below 1, a split that does not exist, or missing data.
         """
-        with as_input_errors():
-            at_least(1, n=1 if n is None else n)
+        at_least(1, n=n)
         data = data_of(self.network, self.header, self.ckpt, self.trust)()
         return data.items(split, None if n is None else torch.arange(min(n, len(data.split(split)))))
 
@@ -185,8 +184,7 @@ class Model:
         self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
         usual = DEFAULT_NUMBER if self.spec.text is None else 1
         options = _checked("genmodels.core.samples.SamplingOptions", options | {"n": usual if n is None else n})
-        with as_input_errors():
-            at_least(1, n=options["n"], batch_size=batch_size)
+        at_least(1, n=options["n"], batch_size=batch_size)
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
         of_text = {} if self.spec.text is None else options

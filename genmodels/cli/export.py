@@ -69,16 +69,26 @@ def export(
             raise InputError("ema is for .onnx and .pt2: a .safetensors holds all weights, leave it out")
         write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
         return [f"{header['parameters']:,} parameters with their configuration: {target}",
-                f"sample:   genmodels sample {typed('ckpt', target, trust)}"]
+                usage(model, typed('ckpt', target, trust))]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
-    files = [(graph, *_exported(graph, header, target)) for graph in graphs_of(model, weights_of(ema))]
-    lines = []
-    for graph, content, parity in files:  # only now, so that nothing is written where one of them cannot be exported
-        place = target.with_name(f"{target.stem}{graph.suffix}{target.suffix}")
+    graphs, lines = graphs_of(model, weights_of(ema)), []
+    places = [target.with_name(f"{target.stem}{graph.suffix}{target.suffix}") for graph in graphs]
+    for place in places:
+        if place != target and place.exists() and not target.exists():
+            raise InputError(f"out={target} also writes {place}, which exists: give another name")
+    files = [_exported(graph, header, target) for graph in graphs]
+    # Only now, so that nothing is written where one of them cannot be exported.
+    for graph, place, (content, parity) in zip(graphs, places, files, strict=True):
         write_whole(place, lambda file, content=content: file.write(content))
         lines += [f"{graph.meaning}: {place}", parity]
     return lines
+
+
+def usage(model: GenerativeModel, named: str) -> str:
+    """A line with the command that uses a model: it samples, or transcribes."""
+    name, more = ("sample", "") if model.generates else ("transcribe", " a.wav")
+    return f"{name + ':':9} genmodels {name} {named}{more}"
 
 
 class Function(nn.Module):

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from genmodels import __version__
+from genmodels.cli.export import usage
 from genmodels.core.checkpoint import checkpoint_hash, origin
 from genmodels.core.errors import InputError, RunError, an
 from genmodels.core.files import EXPORTED, HUB, located, place_of, typed, write_text
@@ -57,16 +58,16 @@ def run(
         raise InputError(f"out={out}: the files of a model are written to a folder")
     with tempfile.TemporaryDirectory() as temporary:
         folder = place or Path(temporary)
-        names = write_files(ckpt, folder, licence, to, trust or [])
+        names, used = write_files(ckpt, folder, licence, to, trust or [])
         if out is not None:
             print(f"{', '.join(names)}: {folder}")
         if to is not None:
             print(f"{', '.join(names)}: {upload(folder, names, to, private)}")
-            print(f"sample:   genmodels sample {_named(f'{HUB}{to}', trust or [])}")
+            print(used)
 
 
-def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> list[str]:
-    """Write model.safetensors, README.md and samples.png, where there is a picture; their names."""
+def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> tuple[list[str], str]:
+    """Write model.safetensors, README.md and samples.png, where there is a picture; names, and the model's use."""
     text = folder / "README.md"
     if text.is_file() and LIBRARY not in text.read_text(encoding="utf-8", errors="replace"):
         raise InputError(f"{text} is no card of a model of genmodels: choose another folder by out=")
@@ -83,7 +84,7 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
         write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
     write_text(text, card(model, header, likelihoods, licence, to, names, trust))
-    return names
+    return names, usage(model, _named(f"{HUB}{to}", trust))
 
 
 def _shown(classes: int | None) -> int:

@@ -258,8 +258,8 @@ def write_utterance(
     about = {"text": found.text, "seed": how.seed, **found.made, "speed": how.speed, "vocoder": how.vocoder,
              **made}
     if target.suffix.lower() == ".npz":
-        arrays = {"mel": found.mel.numpy(), "tokens": np.concatenate([part[1] for part in found.parts]),
-                  "durations": np.concatenate([part[2] for part in found.parts]),
+        tokens, durations = _joined(found)
+        arrays = {"mel": found.mel.numpy(), "tokens": np.array(tokens), "durations": np.array(durations),
                   "made": json.dumps(about, default=str)}
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"mel {tuple(found.mel.shape)}: {target}"]

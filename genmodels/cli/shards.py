@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from genmodels.cli.schema import Schema
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least
 from genmodels.core.files import typed
 from genmodels.data.base import data_root
 from genmodels.data.shard_writer import write_shards
@@ -24,8 +24,7 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
         progress: show a progress bar.
         trust: further packages whose classes the configuration may name.
     """
-    if items < 1:
-        raise InputError(f"items must be at least 1, got {items}")
+    at_least(1, items=items)
     if "://" in out:
         raise InputError(f"out={out}: shards are written to a folder of this machine; copy them to the server then, "
                          "for example with aws s3 sync or gsutil rsync")

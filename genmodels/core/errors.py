@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
@@ -257,33 +257,35 @@ def _installation() -> str:
     return f"pip install -e {'.' if root == Path.cwd() else shlex.quote(str(root))}"
 
 
-def at_least(least: int, **sizes: int) -> None:
-    """Raise ValueError for the first size that is below `least`, or not a whole number.
+def at_least(least: int, **sizes: int | None) -> None:
+    """Raise InputError for the first size that is below `least`, or not a whole number; None is accepted.
 
     Example:
         >>> at_least(1, channels=8, depth=0)
         Traceback (most recent call last):
         ...
-        ValueError: depth must be at least 1, got 0
+        genmodels.core.errors.InputError: depth must be at least 1, got 0
     """
     for name, size in sizes.items():
+        if size is None:
+            continue
         if not isinstance(size, Integral) or isinstance(size, bool):
-            raise ValueError(f"{name} must be a whole number, got {size!r}")
+            raise InputError(f"{name} must be a whole number, got {size!r}")
         if size < least:
-            raise ValueError(f"{name} must be at least {least}, got {size}")
+            raise InputError(f"{name} must be at least {least}, got {size}")
 
 
-def one_of(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ValueError, listing the choices, if the value of an option is not one of them.
+def one_of(name: str, value: object, choices: Collection) -> None:
+    """Raise InputError, listing the choices, if the value of an option is not one of them.
 
     Example:
         >>> one_of("transform", "cubic", ("spline", "affine"))
         Traceback (most recent call last):
         ...
-        ValueError: transform must be one of spline, affine, got 'cubic'
+        genmodels.core.errors.InputError: transform must be one of spline, affine, got 'cubic'
     """
-    if value not in tuple(choices):
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 _STORED: ContextVar[bool] = ContextVar("options of a checkpoint", default=False)

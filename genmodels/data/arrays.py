@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec, require_precision
-from genmodels.core.errors import InputError, counted
-from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows, spread_rows
+from genmodels.core.errors import InputError, at_least, counted, one_of
+from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions, split_rows, spread_rows
 from genmodels.data.image_folder import SPLIT_NAMES
 from genmodels.data.loading import BatchDataset, MappedArray, MappedData, TensorData
 
@@ -215,9 +215,8 @@ class Arrays(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_choice("layout", layout, ("auto", "nchw", "nhwc"))
-        if levels is not None and levels < 2:
-            raise InputError(f"data.levels must be at least 2, got {levels}")
+        one_of("data.layout", layout, ("auto", "nchw", "nhwc"))
+        at_least(2, **{"data.levels": levels})
         self.file, self.labels = Path(data_root(file)), None if labels is None else Path(data_root(labels))
         self.layout, self.levels, self.flip = layout, levels, flip
         self.fractions = split_fractions(val_fraction, test_fraction)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, require_continuous
-from genmodels.core.errors import InputError, an
+from genmodels.core.errors import InputError, an, at_least
 from genmodels.core.processes import rank_world
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 
@@ -104,9 +104,8 @@ class DataModule(OfLightning):
 
     def __init__(self, *, batch_size: int, num_workers: int, seed: int):
         super().__init__()
-        for key, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("seed", seed, 0)):
-            if value < least:
-                raise InputError(f"data.{key} must be at least {least}, got {value}")
+        at_least(1, **{"data.batch_size": batch_size})
+        at_least(0, **{"data.num_workers": num_workers, "data.seed": seed})
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.order_seed = 0
         self._loaded: tuple[DataSpec, dict[str, BatchDataset]] | None = None
@@ -182,8 +181,7 @@ class DataModule(OfLightning):
 
     def loader(self, split: str, batch_size: int, indices: Sequence[int] | Tensor | None = None) -> Loader:
         """The items of a split (or those at `indices`) in this order, unaltered, without shuffling or sharding."""
-        if batch_size < 1:
-            raise InputError(f"batch_size must be at least 1, got {batch_size}")
+        at_least(1, batch_size=batch_size)
         data = self.split(split)
         positions = torch.arange(len(data)) if indices is None else torch.as_tensor(indices)
         if positions.dtype.is_floating_point and len(positions) or positions.dtype == torch.bool:
@@ -376,9 +374,3 @@ def split_fractions(val_fraction: float, test_fraction: float) -> tuple[float, f
         got = f"{val_fraction} and {test_fraction}"
         raise InputError(f"data.val_fraction and data.test_fraction must be >= 0 with a sum below 1, got {got}")
     return 1 - val_fraction - test_fraction, val_fraction, test_fraction
-
-
-def check_choice(key: str, value, allowed: Sequence) -> None:
-    """Raise an InputError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise InputError(f"data.{key} must be {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}, got {value!r}")

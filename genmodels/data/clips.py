@@ -119,7 +119,7 @@ def ljspeech(root: Path) -> list[Clip]:
             found.append(Clip(root / "metadata.csv", where, problem=problem))
             continue
         text = fields[2] if len(fields) == 3 and fields[2].strip() else fields[1]
-        found.append(Clip(folder / f"{fields[0]}.wav", where, text))
+        found.append(Clip(folder / f"{fields[0].strip()}.wav", where, text))
     return found
 
 
@@ -132,8 +132,10 @@ def manifest(root: Path) -> list[Clip]:
         where = f"{fields[0].strip() or 'no name'} ({root.name}, line {number})"
         problem = _row_problem(fields, (usual[0][0],) if usual else (), form)
         speaker = fields[2].strip() if len(fields) == 3 else None
+        if speaker == "" and problem is None:
+            problem = "the name of the speaker is missing"
         found.append(Clip(root, where, problem=problem) if problem is not None else
-                     Clip(root.parent / fields[0], where, fields[1], speaker))
+                     Clip(root.parent / fields[0].strip(), where, fields[1], speaker))
     return found
 
 

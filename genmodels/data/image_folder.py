@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, at_least, one_of
 from genmodels.core.files import cache_folder, kind_of, write_whole
-from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, rows_of_splits, split_fractions
+from genmodels.data.base import SPLITS, DataModule, data_root, rows_of_splits, split_fractions
 from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
@@ -251,10 +251,9 @@ class ImageFolder(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        if size < 1:
-            raise InputError(f"data.size must be at least 1, got {size}")
-        check_choice("channels", channels, (1, 3))
-        check_choice("cache", cache, ("auto", "memory", "none"))
+        at_least(1, **{"data.size": size})
+        one_of("data.channels", channels, (1, 3))
+        one_of("data.cache", cache, ("auto", "memory", "none"))
         self.root, self.size, self.channels = Path(data_root(root)), size, channels
         self.fractions = split_fractions(val_fraction, test_fraction)
         self.skip_bad, self.cache, self.flip = skip_bad, cache, flip

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, progress_bar
+from genmodels.core.errors import InputError, RunError, at_least, one_of, progress_bar
 from genmodels.core.files import cache_folder, checksum, write_whole
 from genmodels.data.arrays import ItemKind, kind_of_items
-from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, rows_of_splits, split_fractions
+from genmodels.data.base import SPLITS, DataModule, data_root, rows_of_splits, split_fractions
 from genmodels.data.image_folder import SPLIT_NAMES, in_threads, listed, try_decode
 from genmodels.data.loading import ResumableBatchSampler
 from genmodels.data.tars import Index, Storage, index_of, name_of
@@ -215,11 +215,10 @@ class Shards(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        for key, value, least in (("size", size, 1), ("levels", levels, 2), ("max_frames", max_frames, 1)):
-            if value is not None and value < least:
-                raise InputError(f"data.{key} must be at least {least}, got {value}")
-        check_choice("channels", channels, (1, 3, None))
-        check_choice("layout", layout, ("auto", "nchw", "nhwc"))
+        at_least(1, **{"data.size": size, "data.max_frames": max_frames})
+        at_least(2, **{"data.levels": levels})
+        one_of("data.channels", channels, (1, 3, None))
+        one_of("data.layout", layout, ("auto", "nchw", "nhwc"))
         self.root, self.storage_options = data_root(root), storage
         self.field, self.label = None if field is None else field.lower(), label.lower()
         self.size, self.channels, self.layout, self.levels = size, channels, layout, levels

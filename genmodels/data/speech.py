@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, as_input_errors, counted, progress_bar, require_known
-from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
+from genmodels.core.errors import InputError, as_input_errors, at_least, counted, one_of, progress_bar, require_known
+from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
 from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances, default_multiple
@@ -231,24 +231,23 @@ class Speech(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_choice("layout", layout, tuple(LAYOUTS))
-        check_choice("on_unknown", on_unknown, ("drop", "error"))
-        check_choice("symbols", symbols, FORMS)
-        check_choice("statistics", statistics, ("global", "band"))
+        one_of("data.layout", layout, LAYOUTS)
+        one_of("data.on_unknown", on_unknown, ("drop", "error"))
+        one_of("data.symbols", symbols, FORMS)
+        one_of("data.statistics", statistics, ("global", "band"))
+        at_least(1, **{"data.rate": rate, "data.multiple": multiple, "data.max_frames": max_frames})
         if max_seconds is not None and not max_seconds > 0:
             raise InputError(f"data.max_seconds must be above 0, got {max_seconds}")
-        if rate is not None and rate < 1:
-            raise InputError(f"data.rate must be at least 1, got {rate}")
         self.root = None if root is None else Path(data_root(root))
         self.layout, self.mel, self.rate, self.language = layout, mel_config(mel or {}), rate, language
         self.form, self.symbols = symbols, Symbols(table_of(symbols), blanks=blanks, on_unknown=on_unknown)
+        if speakers is not None and len(set(speakers)) != len(speakers):
+            raise InputError(f"data.speakers names a speaker twice: {', '.join(map(str, speakers))}")
         self.speakers, self.statistics, self.max_seconds = speakers, statistics, max_seconds
         self.multiple = default_multiple(layout) if multiple is None else multiple
         self.fractions = split_fractions(val_fraction, test_fraction)
         self.allow_partial, self.skip_bad, self.max_frames = allow_partial, skip_bad, max_frames
         self._findings: list[Finding] | None = None
-        if self.multiple < 1 or (max_frames is not None and max_frames < 1):
-            raise InputError(f"data.multiple and data.max_frames must be at least 1, got {multiple} and {max_frames}")
 
     def examine(self, *, stop: bool = False) -> tuple[list[Utterance], list[Finding]]:
         """All usable items and the findings about all items; missing mels are computed.

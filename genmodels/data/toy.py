@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, hint
+from genmodels.core.errors import InputError, at_least, hint
 from genmodels.core.random import seed_of
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.loading import TensorData
@@ -420,9 +420,7 @@ class Toy(DataModule):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.set, self.density = set, density(set)
         self.sizes = dict(zip(SPLITS, (n_train, n_val, n_test), strict=True))
-        for name, size in self.sizes.items():
-            if size < 1:
-                raise InputError(f"data.n_{name} must be at least 1, got {size}")
+        at_least(1, **{f"data.n_{name}": size for name, size in self.sizes.items()})
 
     def load(self):
         """Draw the points of each split from its own keyed generator."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, as_input_errors, at_least, one_of
+from genmodels.core.errors import InputError, RunError, at_least, one_of
 from genmodels.core.likelihood import Likelihood, Profile, check_importance_samples, log_mean_exp
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import event_size, hide, outside_inference
@@ -195,10 +195,8 @@ class OdeLikelihood:
     rows: int = 256
 
     def __post_init__(self):
-        with as_input_errors():
-            at_least(1, importance_samples=self.importance_samples)
-        if self.dequantisation not in ("uniform", "diffusion"):
-            raise InputError(f"dequantisation = {self.dequantisation!r}: choose uniform or diffusion")
+        at_least(1, importance_samples=self.importance_samples)
+        one_of("dequantisation", self.dequantisation, ("uniform", "diffusion"))
         self.density()
 
     def density(self) -> OdeDensity:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, as_input_errors, at_least, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.random import Generator, child, uniform
 from genmodels.core.tensors import event_sum, hide, one_each, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
@@ -148,12 +148,9 @@ class OdeDensity:
         rows: int = 256,
     ):
         one_of("variable", variable, ("log_snr", "time"))
-        if divergence not in ("auto", "exact", "hutchinson"):
-            raise InputError(f"divergence = {divergence!r}: choose auto, exact or hutchinson")
-        if solver not in SOLVERS:
-            raise InputError(f"solver = {solver!r}: choose one of {', '.join(SOLVERS)}")
-        with as_input_errors():
-            at_least(1, probes=probes, steps=steps, rows=rows)
+        one_of("divergence", divergence, ("auto", "exact", "hutchinson"))
+        one_of("solver", solver, SOLVERS)
+        at_least(1, probes=probes, steps=steps, rows=rows)
         self.divergence, self.probes, self.rows, self.variable = divergence, probes, rows, variable
         fixed = issubclass(SOLVERS[solver], FixedSteps)
         self.solver_options = {"steps": steps} if fixed else {"tolerance": tolerance}

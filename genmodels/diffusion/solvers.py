@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, at_least
 
 Derivative = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -180,8 +180,7 @@ class FixedSteps:
     """
 
     def __init__(self, *, steps: int = 64):
-        if steps < 1:
-            raise InputError(f"steps must be at least 1, got {steps}")
+        at_least(1, steps=steps)
         self.steps = steps
 
     def __call__(self, f: Derivative, y: Tensor, start: float, end: float) -> Solution:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, at_least
 from genmodels.core.random import Generator, KeyedGenerator, at_step, child
 from genmodels.energy.chains import run_chains
 from genmodels.energy.function import EnergyFunction, require_energy
@@ -202,8 +202,7 @@ class AnnealedImportanceSampling:
     """
 
     def __init__(self, *, steps: int = 1000, kernel: Kernel | None = None, tune: int = 64, reverse_steps: int = 500):
-        if steps < 1:
-            raise InputError(f"steps = {steps} must be at least 1")
+        at_least(1, steps=steps)
         self.kernel = HMC() if kernel is None else kernel
         if not self.kernel.exact:
             raise InputError(

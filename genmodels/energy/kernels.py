@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, check_temperature
+from genmodels.core.errors import InputError, at_least, check_temperature
 from genmodels.core.random import Generator, at_step, normal, uniform
 from genmodels.core.tensors import event_size
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction, like
@@ -242,8 +242,7 @@ class HMC:
         self, *, step_size: float = 0.1, leapfrog_steps: int = 5, inverse_mass: Tensor | None = None,
         jitter: float = 0.2,
     ):
-        if leapfrog_steps < 1:
-            raise InputError(f"leapfrog_steps = {leapfrog_steps} must be at least 1")
+        at_least(1, leapfrog_steps=leapfrog_steps)
         if inverse_mass is not None and not bool(((inverse_mass > 0) & inverse_mass.isfinite()).all()):
             raise InputError("inverse_mass must be positive and finite everywhere")
         if not 0 <= jitter < 1:

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, at_least
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import wide
 from genmodels.energy.function import Directional, EnergyFunction, ScoreFunction, directional, require_energy, trace
@@ -209,8 +209,9 @@ class SlicedScoreMatching:
         route: Literal["auto", "double_backward", "forward_over_reverse", "jet"] = "auto",
         projection_chunk: int = 1,
     ):
-        self.projection, self.projections = projection_named(projection), _at_least_one(projections)
-        self.route, self.projection_chunk = route, _at_least_one(projection_chunk, "projection_chunk")
+        at_least(1, projections=projections, projection_chunk=projection_chunk)
+        self.projection, self.projections = projection_named(projection), projections
+        self.route, self.projection_chunk = route, projection_chunk
 
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         x = wide(x)
@@ -283,9 +284,10 @@ class FiniteDifferenceScoreMatching:
     ):
         if not (0 < step < math.inf and 0 < scale < math.inf):
             raise InputError(f"step = {step} and scale = {scale} must be positive and finite")
-        self.projection, self.projections = projection_named(projection), _at_least_one(projections)
+        at_least(1, projections=projections, projection_chunk=projection_chunk)
+        self.projection, self.projections = projection_named(projection), projections
         self.step, self.scale = step, scale
-        self.projection_chunk = _at_least_one(projection_chunk, "projection_chunk")
+        self.projection_chunk = projection_chunk
 
     def __call__(self, model: EnergyFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         model, x = require_energy(model, "finite-difference score matching"), wide(x)
@@ -312,11 +314,6 @@ def draw_directions(projection: Projection, count: int, x: Tensor, generator: Ge
     """(count, *x.shape) directions, drawn one after the other."""
     return torch.stack([projection.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
 
-
-def _at_least_one(number: int, name: str = "projections") -> int:
-    if number < 1:
-        raise InputError(f"{name} = {number} must be at least 1")
-    return number
 
 
 class DivergenceGuard:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, an, one_of
+from genmodels.core.errors import InputError, an, at_least, one_of
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import outside_inference
 from genmodels.diffusion import (
@@ -257,8 +257,7 @@ class EnergyDDPM(DiffusionModel):
             InputError: for a class that does not exist, several of them, weights that are not kept, a level that is not
                 on the schedule or noisier than a log-SNR of -8, or fewer than two chains or steps.
         """
-        if chains < 2:
-            raise InputError(f"chains = {chains} must be at least 2")
+        at_least(2, chains=chains)
         self.require_class(cond)
         keyed = KeyedGenerator(seed, torch.arange(chains, device=self.device), "log Z")
         labels = None if cond is None else self.labels(cond, keyed.index)

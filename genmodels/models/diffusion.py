@@ -198,10 +198,6 @@ class DiffusionModel(GenerativeModel):
         super().on_before_optimizer_step(optimizer)
         self.objective.learn(self.all_gather)
 
-    def validation_options(self) -> dict:
-        """Estimate the ELBO from eight terms, in two replicates."""
-        return {"draws": min(8, self.num_steps - 1)}
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The ELBO of every item; for flows of small continuous vectors the ODE likelihood of the first items."""
         spec = self.spec

@@ -104,10 +104,6 @@ class MaskedDiffusionModel(GenerativeModel):
         bits = nats / (math.log(2) * self.spec.dims)
         return Loss(bits.mean(), bits, times=t)
 
-    def validation_options(self) -> dict:
-        """Estimate the ELBO from eight strata, in two replicates."""
-        return {"draws": min(8, self.num_steps - 1)}
-
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, bound: Literal["continuous"] = "continuous",
         draws: int | None = None, replicates: int = 2, rows: int | None = None,

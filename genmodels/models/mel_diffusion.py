@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, an, one_of
+from genmodels.core.errors import InputError, an, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
@@ -147,8 +147,7 @@ class MelDiffusion(AlignedModel):
 
     def __init__(self, spec: DataSpec, *, num_steps: int = 1000, net: UNet | DiT | dict | None = None, **shared):
         super().__init__(spec, **shared)
-        if num_steps < 2:
-            raise InputError(f"num_steps must be at least 2, got {num_steps}")
+        at_least(2, num_steps=num_steps)
         self.num_steps, self.decoder = num_steps, Gaussian()
         self.set_variance("beta")
 
@@ -215,10 +214,6 @@ class MelDiffusion(AlignedModel):
         """As for every model, which stops at a non-finite loss; then a loss-aware time sampler learns from it."""
         super().on_before_optimizer_step(optimizer)
         self.objective.learn(self.all_gather)
-
-    def validation_options(self) -> dict:
-        """Estimate the ELBO from eight terms, in two replicates."""
-        return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0,

@@ -87,9 +87,13 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
         return language
     lines = read_text(file, "lm").splitlines()
     text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
+    form, forms = (text.get("form", "characters"), text["language"]), []
+    for place, line in enumerate(lines, 1):
+        try:
+            forms += [in_form(line, *form)] if any(c.isalpha() for c in line) else []
+        except ValueError as error:
+            raise InputError(f"lm={file}, line {place}: {error}") from error
     with as_input_errors():
-        form = text.get("form", "characters"), text["language"]
-        forms = [in_form(line, *form) for line in lines if any(c.isalpha() for c in line)]
         letters = Counter(c for own in forms for c in own if c.isalpha())
         foreign = [(c, n) for c, n in letters.most_common() if c not in number]
         if not letters:

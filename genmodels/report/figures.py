@@ -124,6 +124,7 @@ def figure(
     heights = [[math.nan if y is None else y for y in one.y] for one in series]
     dropped = sum(not math.isfinite(y) or (log_y and y <= 0) for one, ys in zip(series, heights, strict=True)
                   for y, given in zip(ys, one.y, strict=True) if given is not None)
+    dropped += sum(x <= 0 for one in series for x in one.x) if log_x else 0
     legend, height = [], _HEIGHT
     if field is not None:
         x0, x1, y0, y1 = field.extent

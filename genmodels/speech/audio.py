@@ -57,9 +57,12 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
         raise AudioError(f"{path}: not a readable wav file ({reason})") from error
     if not _RATES[0] <= rate <= _RATES[1]:
         raise AudioError(f"{path}: {rate} samples a second are not those of a recording")
-    scale = _FULL_SCALE.get(samples.dtype, 1.0)
+    kind = samples.dtype.newbyteorder("=")  # RIFX files are big-endian
+    if kind.kind in "iu" and kind not in _FULL_SCALE:
+        raise AudioError(f"{path}: {8 * kind.itemsize} bits a sample are not read: convert it to 16, 24 or 32")
+    scale = _FULL_SCALE.get(kind, 1.0)
     wave = samples.astype(np.float64)
-    wave = (wave - (scale if samples.dtype == np.uint8 else 0.0)) / scale
+    wave = (wave - (scale if kind == np.uint8 else 0.0)) / scale
     wave = wave.mean(1) if wave.ndim == 2 else wave
     if len(wave) == 0:
         raise AudioError(f"{path}: there is no sound in it")

@@ -112,8 +112,7 @@ def corpus(
 
 def check_voice(voice: str) -> None:
     """Raise InputError for a voice that is unknown, or whose program is not installed."""
-    with as_input_errors():
-        one_of("voice", voice, VOICES)
+    one_of("voice", voice, VOICES)
     program = VOICES[voice].command[0]
     if shutil.which(program) is None:
         here = ", ".join(name for name, each in VOICES.items() if shutil.which(each.command[0]))

@@ -154,7 +154,7 @@ def word_edits(text: str, heard: str) -> Edits:
 
 def _form_of_heard(heard: str) -> str:
     """The spoken form of a recognised text, which may be empty."""
-    return spoken_form(heard) if any(c.isalnum() for c in heard) else ""
+    return spoken_form(heard) if any(c.isalpha() or c.isdecimal() for c in heard) else ""
 
 
 class WordFaults(NamedTuple):

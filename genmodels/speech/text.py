@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 
 #: Typographic variants and the characters in the table of symbols.
 _TYPOGRAPHY = str.maketrans({
     "\u2018": "'", "\u2019": "'", "\u02bc": "'", "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"',
     "\u00bb": '"', "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-",
     "\u2026": "...", "\u00df": "ss", "\u00e6": "ae", "\u00f8": "o", "\u0153": "oe", "\u0142": "l", "\u00f0": "d",
-    "\u00fe": "th", "\u00d7": " times ", "&": " and ",
+    "\u00fe": "th", "\u00d7": " times ", "&": " and ", "\u2044": " over ",
 })  # fmt: skip
 
 _ABBREVIATIONS = {
@@ -35,9 +35,13 @@ _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 #: Initials, and abbreviations that stand before a name or a number: none is at the end of a sentence.
 _TITLES = ("[a-z]", "mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
 _SENTENCE_END = re.compile(
-    r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES) + r"(?!(?<=\bno\.)\s+\d)\s+", re.IGNORECASE)
+    r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES)
+    + r"(?!(?<=\bno\.)\s+\d)\s+(?=\.?[^.?!;]*\w)", re.IGNORECASE)  # a part of marks alone is no sentence
 
-_MONEY = {"$": ("dollar", "cent"), "\u00a3": ("pound", "penny"), "\u20ac": ("euro", "cent")}
+_FRACTIONS = {"\u00bd": "a half", "\u00bc": "a quarter", "\u00be": "three quarters"}
+_FRACTION = re.compile(rf"(\d\s?)?([{''.join(_FRACTIONS)}])")
+_POWERS = {"\u00b2": " squared ", "\u00b3": " cubed "}
+_MONEY = {"$": ("dollar", "cent", "cents"), "\u00a3": ("pound", "penny", "pence"), "\u20ac": ("euro", "cent", "cents")}
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|thousand|million|billion|trillion)\b)?")
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
@@ -61,7 +65,10 @@ def normalise(text: str, language: str = "en") -> str:
         >>> normalise("Caf\\u00e9\\u2019s   Mr. Smith")
         "cafe's mister smith"
     """
-    found = unicodedata.normalize("NFKC", text).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
+    found = _FRACTION.sub(lambda match: f"{match[1] or ''}{' and' * bool(match[1])} {_FRACTIONS[match[2]]} ", text)
+    # Other digits that are raised or in a circle stand apart from a number before them: 10^2 is not 102.
+    found = "".join(_POWERS.get(c, f" {c} ") if unicodedata.category(c) == "No" else c for c in found)
+    found = unicodedata.normalize("NFKC", found).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
@@ -82,21 +89,25 @@ def _read_numbers(text: str, language: str) -> str:
         raise ValueError(f"the text {text!r} has numbers: pip install 'genmodels[speech]', or write words") from error
 
     def words(number: str, to: str = "cardinal") -> str:
-        value = number.replace(",", "")
+        value, english = number.replace(",", ""), language.startswith("en")
+        whole, _, decimals = value.partition(".")
+        if english and decimals:  # digit by digit, for zeros at the end
+            return " ".join([words(whole), "point", *map(words, decimals)])
+        if to == "cardinal" and not decimals and re.match("0.", value):  # such as 007
+            return " ".join(map(words, value))
         try:
-            spelt = num2words(float(value) if "." in value else int(value), lang=language, to=to)
+            spelt = num2words(float(value) if decimals else int(value), lang=language, to=to)
         except (NotImplementedError, OverflowError) as error:
             raise ValueError(f"num2words does not read {number[:20]} in the language {language!r}") from error
-        return re.sub(r"\band ", "", spelt).replace(",", "") if language.startswith("en") else spelt
+        return re.sub(r"\band ", "", spelt).replace(",", "") if english else spelt
 
     def amount(match: re.Match) -> str:
-        (whole, small), decimals = _MONEY[match[1]], match[3] or ""
+        (whole, cent, cents), decimals = _MONEY[match[1]], match[3] or ""
         if match[4] or len(decimals) not in (0, 3):  # $1.5 million, $0.125
             return f"{words(match[2] + decimals)}{match[4] or ''} {whole}s"
         spelt = f"{words(match[2])} {whole}{'' if match[2] == '1' else 's'}"
-        cents = int(decimals[1:] or 0)
-        plural = "pence" if small == "penny" else f"{small}s"
-        return f"{spelt} {words(decimals[1:])} {small if cents == 1 else plural}" if cents else spelt
+        small = int(decimals[1:] or 0)
+        return f"{spelt} {words(str(small))} {cent if small == 1 else cents}" if small else spelt
 
     def number(match: re.Match) -> str:
         year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])
@@ -108,7 +119,7 @@ def _read_numbers(text: str, language: str) -> str:
 
     def clock(match: re.Match) -> str:
         minutes = "oh " * (match[2] < "10") + match[2].lstrip("0")
-        return f"{match[1]} {minutes}" if int(match[2]) else f"{match[1]} o'clock"
+        return f"{int(match[1])} {minutes}" if int(match[2]) else f"{int(match[1])} o'clock"
 
     text = _AMOUNT.sub(lambda match: f" {amount(match)} ", text)
     if language.startswith("en"):
@@ -146,8 +157,7 @@ class Symbols:
     def __post_init__(self):
         if self.table[:2] != (PAD, BLANK) or len(set(self.table)) != len(self.table):
             raise ValueError(f"a table of symbols must begin with {PAD}, {BLANK} and have no duplicates")
-        if self.on_unknown not in ("error", "drop"):
-            raise ValueError(f"on_unknown must be error or drop, got {self.on_unknown!r}")
+        one_of("on_unknown", self.on_unknown, ("error", "drop"))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -175,11 +185,7 @@ class Symbols:
         if not text:
             raise UnknownSymbol("the text is empty")
         numbers = [number[c] for c in text]
-        if not self.blanks:
-            return numbers
-        found = [1] * (2 * len(numbers) + 1)
-        found[1::2] = numbers
-        return found
+        return [1, *(k for each in numbers for k in (each, 1))] if self.blanks else numbers
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without padding and blanks."""
@@ -194,11 +200,10 @@ def sentences(text: str, longest: int = 200) -> list[str]:
         ['One.', 'Two, three.', 'Mr. Four!']
     """
     parts = []
-    for sentence in _SENTENCE_END.split(text.strip()):
+    for sentence in _SENTENCE_END.split(re.sub(r"^[.?!;\s]+(?=\s)", "", text).strip()):
         while len(sentence) > longest:
             space = max(sentence.rfind(mark, 0, longest) for mark in (", ", ": ", " - "))
-            cut = space + 1 if space > 0 else sentence.rfind(" ", 0, longest)
-            cut = cut if cut > 0 else longest
+            cut = space + 1 if space > 0 else max(sentence.rfind(" ", 0, longest), 0) or longest
             parts.append(sentence[:cut].strip())
             sentence = sentence[cut:].strip()
         parts.append(sentence)
@@ -253,17 +258,13 @@ def in_form(text: str, form: TextForm, language: str = "en") -> str:
         >>> in_form("h\u0259l\u02c8o\u028a,  \u201cw\u02c8\u025c\u02d0ld\u201d", "ipa")
         'h\u0259l\u02c8o\u028a, w\u02c8\u025c\u02d0ld'
     """
-    if form not in FORMS:
-        raise ValueError(f"the form of texts must be one of {', '.join(FORMS)}, got {form!r}")
+    one_of("the form of texts", form, FORMS)
     if form == "characters":
         return normalise(text, language)
     if form == "phonemes":
-        parts = _READY.split(text)
         # Every second part was between slashes; espeak strips the white space around the others.
-        parts[::2] = [
-            f" {phonemise(part, language)} " if any(c.isalnum() for c in part) else part for part in parts[::2]
-        ]
-        text = "".join(parts)
+        text = "".join(part if k % 2 or not any(c.isalnum() for c in part) else f" {phonemise(part, language)} "
+                       for k, part in enumerate(_READY.split(text)))
     found = unicodedata.normalize("NFD", text).replace("c\u0327", "\u00e7").translate(_WRITTEN)
     found = re.sub(r" (?=[,.;:?!])", "", re.sub(r"\s+", " ", found)).strip()
     if not any(c.isalpha() for c in found):
@@ -301,9 +302,8 @@ def phonemise(text: str, language: str = "en") -> str:
 def _espeak(language: str):
     from phonemizer.backend import EspeakBackend
 
-    quiet = logging.Logger("phonemizer", logging.ERROR)
     return EspeakBackend(language, preserve_punctuation=True, with_stress=True, language_switch="remove-flags",
-                         logger=quiet)
+                         logger=logging.Logger("phonemizer", logging.ERROR))
 
 
 SLOW = 1.5  # factor of the duration, if the mark has none
@@ -346,8 +346,8 @@ def paced(text: str) -> list[tuple[str, float]]:
 
 def _factor(mark: re.Match) -> float:
     factor = SLOW if mark[2] is None else _number(mark[2])
-    if not 0 < factor < math.inf:
-        raise ValueError(f"{mark[0]}: the factor of the duration must be a positive number, as in [slow=2]")
+    if not 0.01 <= factor <= 100:
+        raise ValueError(f"{mark[0]}: the factor of the duration must be a positive number from 0.01 to 100")
     return factor
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, SupportsFloat
 
-from genmodels.core.errors import InputError, hint, progress_bar, with_class
+from genmodels.core.errors import InputError, at_least, hint, progress_bar, with_class
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
 #: Note of a check that was skipped.
@@ -425,7 +425,6 @@ class Options:
     progress: bool = True
 
     def __post_init__(self):
-        if self.max_dims < 1:
-            raise InputError(f"max_dims must be at least 1, got {self.max_dims}")
+        at_least(1, max_dims=self.max_dims)
         if not self.patience > 0:
             raise InputError(f"patience must be positive, got {self.patience}")

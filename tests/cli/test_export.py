@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.cli.export import Function, Graph, _parity, export, graphs_of
+from genmodels.cli.export import Function, Graph, _parity, export, graphs_of, usage
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.models.ddpm import DDPM, EnergyDDPM
@@ -83,6 +83,11 @@ def test_a_flow_in_both_directions(tmp_path):
     assert largest > 10 and 0.5 < one <= 1
     there, back = (torch.export.load(io.BytesIO((tmp_path / f"flow{end}.pt2").read_bytes())).module()
                    for end in ("", "_inverse"))
+    (tmp_path / "other_inverse.pt2").write_text("mine")
+    with pytest.raises(InputError, match="also writes .*other_inverse.pt2, which exists"):
+        export(model, model.header(), tmp_path / "other.pt2")
+    assert not (tmp_path / "other.pt2").exists() and (tmp_path / "other_inverse.pt2").read_text() == "mine"
+    assert export(model, model.header(), tmp_path / "flow.pt2") == lines  # its own files are replaced
     x = torch.rand(4, 1, 8, 8)
     z, log_p = there(x)
     assert torch.allclose(log_p, model.core.flow.log_prob(x), atol=1e-4) and torch.allclose(back(z), x, atol=1e-4)
@@ -130,6 +135,11 @@ def test_onnx_is_given_only_what_it_has(tmp_path, monkeypatch):
     assert torch.allclose(x0, straight.core.at_log_snr(x, log_snr).x0, atol=1e-6)
     assert torch.allclose(log_p, mixed.core.flow.log_prob(x), atol=1e-5)
     assert torch.allclose(programs[2].module()(z), x, atol=1e-5)
+
+
+def test_a_recogniser_is_used_to_transcribe():
+    assert usage(SimpleNamespace(generates=True), "ckpt=a") == "sample:   genmodels sample ckpt=a"
+    assert usage(SimpleNamespace(generates=False), "ckpt=a") == "transcribe: genmodels transcribe ckpt=a a.wav"
 
 
 def test_what_each_family_gives():

@@ -62,6 +62,7 @@ def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys
     whole, pieces = (np.load(tmp_path / f"{name}.npz") for name in ("whole", "pieces"))
     np.testing.assert_allclose(pieces["mel"], whole["mel"], atol=1e-4)
     assert (pieces["durations"] == whole["durations"]).all()
+    assert whole["durations"].sum() == whole["mel"].shape[1] and len(whole["durations"]) == len(whole["tokens"])
     run(ckpt=ckpt, text="Abc. De.", seed=2, out=str(tmp_path / "a.wav"), stream=True)
     printed = capsys.readouterr().out
     assert "first audio after" in printed and "took" not in printed

@@ -90,6 +90,9 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("So it is.\n\nIn being comparatively modern.\n")
     assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "beam=2", f"lm={tmp_path}/book.txt", "lm_weight=0.5"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+    (tmp_path / "long.txt").write_text(f"So it is.\nOf 1{'0' * 310} men.\n")
+    assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "beam=2", f"lm={tmp_path}/long.txt"]) == 2
+    assert "long.txt, line 2: " in capsys.readouterr().err
     scores = []
     for more in ([], ["rescore=true"]):
         words = [f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4", f"lm={tmp_path}/book.txt", *more]

@@ -209,6 +209,11 @@ def test_manifest_with_speakers(tmp_path):
     assert batch.cond.speaker.tolist() == [0 if int(name[0]) % 2 else 1 for name in named]
     with pytest.raises(InputError, match="unknown speaker 'ben', known are anna"):
         Speech(root=str(tmp_path / "list.txt"), layout="manifest", speakers=["anna"]).prepare()
+    with pytest.raises(InputError, match="names a speaker twice"):
+        Speech(root=str(tmp_path / "list.txt"), layout="manifest", speakers=["anna", "ben", "anna"])
+    (tmp_path / "list.txt").write_text("0.wav | word a|anna\n1.wav|word b|\n")
+    first, nameless = read_clips("manifest", tmp_path / "list.txt")
+    assert first.path == tmp_path / "0.wav" and "speaker is missing" in nameless.problem
 
 
 def test_folders_of_classes_and_spoken_digits(tmp_path):

@@ -174,8 +174,8 @@ def test_an_item_does_not_depend_on_its_batch(options):
     [
         ({"importance_samples": 0}, "at least 1"),
         ({"importance_samples": 2, "divergence": "hutchinson"}, "need divergence=exact"),
-        ({"dequantisation": "logistic"}, "choose uniform or diffusion"),
-        ({"divergence": "skilling"}, "choose auto, exact or hutchinson"),
+        ({"dequantisation": "logistic"}, "must be one of uniform, diffusion"),
+        ({"divergence": "skilling"}, "must be one of auto, exact, hutchinson"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_in_one_line(options, words, refuses):

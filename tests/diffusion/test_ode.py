@@ -383,8 +383,8 @@ def test_a_network_in_float32_keeps_a_state_in_float64():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"divergence": "skilling"}, "choose auto, exact or hutchinson"),
-        ({"solver": "euler"}, "choose one of rk45, scipy, heun, rk4"),
+        ({"divergence": "skilling"}, "must be one of auto, exact, hutchinson"),
+        ({"solver": "euler"}, "must be one of rk45, scipy, heun, rk4"),
         ({"probes": 0}, "at least 1"),
         ({"tolerance": 0.0}, "positive"),
         ({"tolerance": math.inf}, "finite"),

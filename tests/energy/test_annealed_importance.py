@@ -334,6 +334,6 @@ def test_errors():
         AnnealedImportanceSampling(kernel=ULA())
     with pytest.raises(ValueError, match="needs an energy"):
         AnnealedImportanceSampling(steps=2)(ScoreNetwork(lambda x: -x), BASE, seeded(), chains=4)
-    with pytest.raises(ValueError, match="steps = 0 must be at least 1"):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         AnnealedImportanceSampling(steps=0)
     assert math.isinf(LogPartition.of_weights(torch.zeros(1), None, 0.0, dims=2, steps=1).stderr)

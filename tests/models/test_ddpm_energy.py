@@ -225,8 +225,8 @@ def test_a_level_that_is_not_on_the_schedule_is_refused(log_snr):
 @pytest.mark.parametrize("options, reason", [
     ({"log_snr": -9.0}, "must be above -8"),
     ({"log_snr": -8.0}, "must be above -8"),
-    ({"chains": 1}, "chains = 1 must be at least 2"),
-    ({"chains": -3}, "chains = -3 must be at least 2"),
+    ({"chains": 1}, "chains must be at least 2, got 1"),
+    ({"chains": -3}, "chains must be at least 2, got -3"),
 ])  # fmt: skip
 def test_a_partition_function_without_a_path_or_chains_is_refused(options, reason):
     with pytest.raises(InputError, match=reason):

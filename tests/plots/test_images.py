@@ -9,7 +9,7 @@ from PIL import Image
 
 from genmodels.core.data import DataSpec
 from genmodels.evaluation.samples import evenly_changing
-from genmodels.plots.images import columns_for, grid, images_of, in_turn, picture_of, to_uint8
+from genmodels.plots.images import columns_for, grid, images_of, in_turn, panels, picture_of, rendered, to_uint8
 
 GRAY = DataSpec("g", (1, 4, 4), levels=17, num_classes=10)
 COLOUR = DataSpec("c", (3, 4, 6), levels=256)
@@ -74,6 +74,12 @@ def test_names_fit_their_column_and_stand_over_each_image_where_columns_have_sev
         assert ink(long, (2 + 42 * column, 57 * row, 42 * column + 44, 57 * row + 17)) > 3
     same = grid(tiles, 3, names=["7"] * 6)
     assert ink(same, (0, 0, 44, 17)) > 3 and ink(same, (44, 0, *same.size)) == 0  # one class all over is labelled once
+
+
+def test_a_dollar_in_a_title_is_no_formula():
+    figure, ((axes,),) = panels(4, 2)
+    axes.set_title("From $5% to $6")  # which matplotlib would refuse as a formula
+    assert rendered(figure).size == (400, 200)
 
 
 def test_the_shown_frames_change_evenly():

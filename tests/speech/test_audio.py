@@ -193,6 +193,17 @@ def test_files_of_every_kind(tmp_path, kind, tolerance):
         assert rate == 22050 and np.abs(found.numpy() - wave).max() < tolerance
 
 
+@pytest.mark.parametrize("kind", ["i2", "i4", "f4"])
+def test_big_endian_files_sound_the_same(tmp_path, kind):
+    samples = np.round(speechlike(100).numpy() * (2 ** (8 * int(kind[1]) - 1) - 1 if kind[0] == "i" else 1), 6)
+    size = int(kind[1])
+    form = struct.pack(">4sIHHIIHH", b"fmt ", 16, 3 if kind == "f4" else 1, 1, 22050, 22050 * size, size, 8 * size)
+    data = samples.astype(f">{kind}").tobytes()
+    body = b"WAVE" + form + struct.pack(">4sI", b"data", len(data)) + data
+    (tmp_path / "big.wav").write_bytes(struct.pack(">4sI", b"RIFX", len(body)) + body)
+    assert np.abs(read_wav(tmp_path / "big.wav")[0].numpy() - speechlike(100).numpy()).max() < 1e-4
+
+
 def test_what_is_written_is_read_and_never_cut(tmp_path):
     wave = speechlike(3000).float()
     assert write_wav(tmp_path / "a.wav", wave, 22050) == 1
@@ -210,7 +221,9 @@ def test_bad_files_are_named(tmp_path):
     wavfile.write(tmp_path / "empty.wav", 22050, np.zeros(0, np.int16))
     wavfile.write(tmp_path / "nan.wav", 22050, np.array([0, np.nan], np.float32))
     wavfile.write(tmp_path / "fast.wav", 1_899_999_999, np.ones(5000, np.int16))  # resampling would take 31 GB
-    for name, message in [("none.wav", "no such file"), ("text.wav", "not a readable"), ("empty.wav", "no sound"),
+    wavfile.write(tmp_path / "long.wav", 22050, np.ones(50, np.int64))
+    for name, message in [("none.wav", "no such file"), ("long.wav", "64 bits a sample are not read"),
+                          ("text.wav", "not a readable"), ("empty.wav", "no sound"),
                           ("nan.wav", "sample 1 is not finite"), ("fast.wav", "1899999999 samples a second")]:
         with pytest.raises(AudioError, match=rf"{name}.*{message}"):
             read_wav(tmp_path / name)

@@ -121,9 +121,14 @@ READINGS = {
     "at 10:30, 9:05, 7:10 or 12:00": "at ten thirty, nine oh five, seven ten or twelve o'clock",
     "the 1990s, '90s and 80s": "the nineteen nineties, nineties and eighties",
     "1900s, 2010s, mid-1840s": "nineteen hundreds, twenty tens, mid-eighteen forties",
-    "0.80s and 747s": "zero point eight s and seven hundred forty-seven s",
+    "0.80s and 747s": "zero point eight zero s and seven hundred forty-seven s",
     "the 21st day": "the twenty-first day",
     "3.5 miles": "three point five miles",
+    "Python 3.10, 12.00": "python three point one zero, twelve point zero zero",
+    "agent 007 at 07:05": "agent zero zero seven at seven oh five",
+    "10\u00b2 and x\u2075": "ten squared and x five",
+    "1\u00bd or \u00be cups, 1\u2150": "one and a half or three quarters cups, one one over seven",
+    "$2.05, \u00a31.01": "two dollars five cents, one pound one penny",
     "$3.50 and $1": "three dollars fifty cents and one dollar",
     "$1.5 million or $5 billion": "one point five million dollars or five billion dollars",
     "$0.125 a share": "zero point one two five dollars a share",
@@ -136,6 +141,14 @@ READINGS = {
     "$.50, US$5 ($2.00 more)": "zero dollars fifty cents, us five dollars (two dollars more)",
     "a $5m (5) $9-a-day plan": "a five dollars m (five) nine dollars-a-day plan",
 }
+
+
+@pytest.mark.parametrize("text, parts", [
+    ("Hello. ... World.", ["Hello. ...", "World."]), ("Hello! ??", ["Hello! ??"]),
+    ("... Hello. You", ["Hello.", "You"]), ("Half. .5 of it", ["Half.", ".5 of it"]),
+])  # fmt: skip
+def test_marks_alone_are_no_sentence(text, parts):
+    assert sentences(text) == parts
 
 
 @pytest.mark.parametrize("text", READINGS)

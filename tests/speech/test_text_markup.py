@@ -40,6 +40,7 @@ def test_counting_characters_instead_of_words_is_caught():
 @pytest.mark.parametrize("text, reason", [
     ("a [slow]b", "not closed"), ("a[/slow] b", "not opened"), ("[slow]a [slow]b[/slow][/slow]", "inside another"),
     ("[slow=0]a[/slow]", "positive number"), ("[slow=fast]a[/slow]", "positive number"),
+    ("[slow=1e300]a[/slow]", "0.01 to 100"),
     ("car[slow]pet[/slow]", "whole words"), ("a [slow].[/slow]", "whole words"), ("a [slow]b[/slow=2]", "not opened"),
 ])  # fmt: skip
 def test_marks_that_cannot_be_followed(text, reason, refuses):
