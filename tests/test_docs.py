@@ -115,7 +115,7 @@ def commands(text: str, variables: dict[str, str]) -> list[list[str]]:
 
 def reason(words: list[str]) -> str | None:
     """Why a command is not composed, None if it is to be."""
-    if "trust=[mine]" in words:
+    if {"trust=[mine]", "trust=[small]"} & {*words}:
         return "its classes are those of the page: run by tests/test_own_classes.py and, with -m slow, as a tutorial"
     return next((why for start, why in NOT_RUN.items() if words[: len(start.split())] == start.split()), None)
 

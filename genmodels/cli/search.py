@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -60,7 +61,14 @@ class OptunaSweeper(Sweeper):
         words = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         given = {o.get_key_element(): o for o in OverridesParser.create(self.loader).parse_overrides(words)}
         fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in given.items() if not o.is_sweep_override()]
-        space = {key: _distribution(o) for key, o in given.items() if o.is_sweep_override()}
+        if importlib.util.find_spec("optuna") is None:
+            raise InputError("hydra/sweeper=optuna needs Optuna: pip install 'genmodels[scale]'")
+        space = {}
+        for key, override in given.items():
+            try:
+                space |= {key: _distribution(override)} if override.is_sweep_override() else {}
+            except ValueError as error:
+                raise InputError(f"{override.input_line.lstrip('+')}: {first_line(error)}") from error
         if not space:
             raise InputError("hydra/sweeper=optuna: nothing to search: give a setting several values, as in "
                              "\"model.optimizer.lr=tag(log,interval(1e-4,1e-2))\"")
@@ -83,13 +91,11 @@ class OptunaSweeper(Sweeper):
 
     def _study(self, folder: Path) -> tuple[Study, list[FrozenTrial]]:
         """The study of a folder, and its complete trials; unfinished ones are queued first."""
-        try:
-            import optuna
-            from optuna.storages import JournalStorage
-            from optuna.storages.journal import JournalFileBackend
-            from optuna.trial import TrialState
-        except ImportError as error:
-            raise InputError("hydra/sweeper=optuna needs Optuna: pip install 'genmodels[scale]'") from error
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+        from optuna.trial import TrialState
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = JournalStorage(JournalFileBackend(str(folder / "optuna.journal")))
         study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)

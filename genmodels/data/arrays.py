@@ -91,7 +91,8 @@ def _heading(line: str, path: Path) -> tuple[list[str], str | None]:
         return cells, delimiter
     # A line of mostly numbers is an invalid item, not a header.
     numbers, missing = sum(map(_is_number, cells)), sum(cell.lower() in _MISSING for cell in cells)
-    return ([] if numbers and 2 * (numbers + missing) > len(cells) else cells), delimiter
+    item = missing == len(cells) or (numbers and 2 * (numbers + missing) > len(cells))
+    return ([] if item else cells), delimiter
 
 
 def _cells(line: str, delimiter: str | None) -> list[str]:
@@ -111,6 +112,9 @@ def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
         if heading == [str(number) for number in range(len(heading))]:
             print(f"{path}: line {first} only numbers the columns, as pandas does without names, and is no item; if it "
                   "is one, put a line of names above it")
+        elif odd := next((name for name in heading if name[:1].isdigit()), None):
+            print(f"{path}: line {first} is read as names of columns, such as {odd!r}; if it is an item, put a line of "
+                  "names above it")
         del lines[first]
     if not lines:
         raise InputError(f"{where} holds a heading and no items")

@@ -26,7 +26,7 @@ from genmodels.data.base import SPLITS, DataModule, data_root, rows_of_splits, s
 from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
-SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
+SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
                "test": "test", "testing": "test"}
 INDEX_NAME = ".genmodels-index.json"
 _SINGLE_PICTURE = ("MPO",)  # formats whose further frames are other views of the same photograph
@@ -331,6 +331,12 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     """The number of each file's split (None: not given by folders), class names and labels."""
     parts = [Path(name).parts for name in files]
     tops = [SPLIT_NAMES.get(part[0].lower()) if len(part) > 1 else None for part in parts]
+    # Folders of pictures alone may be classes of these names: a train and a plane.
+    nested = any(len(part) != 2 for part in parts)
+    if None in tops and {"train"} < {*tops} - {None} and nested:
+        named = ", ".join(sorted({*tops} - {None}))
+        raise InputError(f"{parts[tops.index(None)][0]!r} lies beside the folders of the splits ({named}), which would "
+                         "be mixed: move it elsewhere, or into one of them")
     given = None not in tops and "train" in tops and (len(set(tops)) > 1 or any(len(part) > 2 for part in parts))
     splits = torch.tensor([SPLITS.index(top) for top in tops]) if given else None
     folders = [part[given:-1] for part in parts]

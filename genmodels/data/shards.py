@@ -252,9 +252,19 @@ class Shards(DataModule):
         if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < form.spec.num_classes:
             raise InputError(f"{self.root} holds classes {int(labels.min())} to {int(labels.max())}, of "
                              f"{form.spec.num_classes}: write the shards again")
-        given = splits_of(index.shards)
+        given = splits_of(index.shards if record is None else list(record["shards"]))
+        if record is not None and given is not None:  # a shard that is lost leaves the split of the others as it is
+            number = dict(zip(record["shards"], given.tolist(), strict=True))
+            given = torch.tensor([number[name] for name in index.shards])
+            if lost := {*number.values()} - {*given.tolist()}:
+                raise InputError(f"all shards of {SPLITS[min(lost)]} in {self.root} are missing or damaged: copy or "
+                                 "write them again")
         given = None if given is None else given[torch.from_numpy(index.items["shard"].astype(np.int64))]
         rows = rows_of_splits(given, labels, len(index.items), self.fractions, self.seed)
+        if index.bad and record is not None:
+            names = hashlib.sha256(" ".join(sorted(index.bad)).encode()).hexdigest()[:12]
+            fingerprint = f"without {len(index.bad)} shards {names}, {form.spec.fingerprint}"
+            form = replace(form, spec=replace(form.spec, fingerprint=fingerprint))
         self._checksums = {name: one["sha256"] for name, one in record["shards"].items()} if record else {}
         return form.spec, {split: ShardData(storage, index, chosen, form) for split, chosen in rows.items()}
 
@@ -365,6 +375,9 @@ def splits_of(shards: Sequence[str]) -> Tensor | None:
     """
     words = [[word for word in re.split(r"[^a-z]+", name.lower()) if word in SPLIT_NAMES] for name in shards]
     found = [SPLITS.index(SPLIT_NAMES[each[-1]]) for each in words if each]
+    if len(found) < len(shards) and {0} < {*found}:
+        raise InputError(f"{shards[words.index([])]} has no word for its split in its name, as other shards have, "
+                         "which would be mixed: rename it, or move it elsewhere")
     return torch.tensor(found) if len(found) == len(shards) and 0 in found else None
 
 

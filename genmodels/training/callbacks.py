@@ -149,7 +149,8 @@ class Checkpointing(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Note whether a save is due."""
-        self._due = self._due or trainer.global_step % self.options.every_n_steps == 0
+        due = trainer.global_step % self.options.every_n_steps == 0 and trainer.global_step != self.saved_step
+        self._due = self._due or due
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         """Save if due and stop after a signal: here, between two steps, the metrics of the last step are logged."""

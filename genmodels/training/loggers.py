@@ -82,6 +82,9 @@ def as_markdown(report: dict) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells)
 
 
+_LONGEST_TAG = 64  # characters that W&B accepts
+
+
 @dataclass(kw_only=True)
 class LoggerOptions:
     """The loggers of a run.
@@ -114,6 +117,11 @@ class LoggerOptions:
                                       (self.wandb != "off", "wandb", "W&B")):
             if wanted and importlib.util.find_spec(package) is None:
                 raise InputError(f"logger.{package} needs {name}: pip install {package}")
+        if wrong := [tag for tag in self.tags or () if not 1 <= len(tag) <= _LONGEST_TAG]:
+            raise InputError(f"logger.tags: a tag has 1 to {_LONGEST_TAG} characters, got {wrong[0]!r}")
+        if not 1 <= len(self.project) <= 128 or set(self.project) & set("/\\#?%:"):
+            raise InputError(f"logger.project={self.project!r}: a project of W&B has 1 to 128 characters, none of "
+                             "/ \\ # ? % :")
         if self.wandb == "online" and not _logged_in():
             raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
 
@@ -138,7 +146,7 @@ class LoggerOptions:
         run = wandb.init(
             name=self.name or f"{model}-{data}-{time}",
             group=self.group or f"{model}-{data}",
-            tags=[model, data] if self.tags is None else self.tags,
+            tags=[model[:_LONGEST_TAG], data[:_LONGEST_TAG]] if self.tags is None else self.tags,
             project=self.project,
             dir=str(run_dir),
             id=run_id,

@@ -95,6 +95,10 @@ def place_of(root: Path, name: str, run_dir: str | None, resume: str | None) -> 
     return Place(path.parent, path)
 
 
+#: Folders that this process has made for its runs.
+_MADE: set[Path] = set()
+
+
 def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     """Make the folder of a new run: `run_dir`, or runs/<name>/<time>, with a number appended if that exists.
 
@@ -104,10 +108,14 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     if run_dir is not None:
         folder = Path(run_dir)
         check_unused(folder)
+        absent = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     else:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        absent = [place for place in (root, root / name) if not place.exists()]
         folder = new_folder(root / name / stamp)
+        absent.append(folder)
     try:
+        _MADE.update(place.absolute() for place in absent)
         folder.mkdir(parents=True, exist_ok=True)
         if (times := folder / "training.json").exists():  # of a run whose weights were removed
             times.unlink()
@@ -120,9 +128,9 @@ def check_unused(folder: Path) -> None:
     """Raise InputError where a folder holds a run, weights, or a file that a run would overwrite."""
     if (folder / "last.ckpt").exists():
         raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
-    logged, configured = ((folder / name).exists() for name in ("log.txt", "config.yaml"))  # a run writes them first
-    run = logged and configured
-    for name, of_run in (("config.yaml", logged), ("metrics.csv", run), ("training.json", run)):
+    config = folder / "config.yaml"  # a run writes it first, with the classes that it builds
+    of_run = config.is_file() and "_target_: " in config.read_text(encoding="utf-8", errors="replace")
+    for name in ("config.yaml", "metrics.csv", "training.json", "log.txt"):
         if (folder / name).exists() and not of_run:
             raise InputError(f"run_dir={folder} holds a {name} that is of no run: choose another folder")
     if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
@@ -176,7 +184,7 @@ def claim(folder: Path):
 
 
 def discard_unused(folder: Path, before: Collection[str] = ()) -> None:
-    """Remove the files of a run that never started, except those in `before`, and its folder if that is then empty.
+    """Remove the files of a run that never started, except those in `before`, and the folders that were made for it.
 
     What cannot be removed stays, for example a mount point.
     """
@@ -186,7 +194,7 @@ def discard_unused(folder: Path, before: Collection[str] = ()) -> None:
         for name in {"log.txt", "config.yaml"} - {*before} | {_LOCK}:
             (folder / name).unlink(missing_ok=True)
         for empty in (folder, folder.parent, folder.parent.parent):
-            if empty == Path(".") or any(empty.iterdir()):
+            if empty.absolute() not in _MADE or any(empty.iterdir()):
                 return
             empty.rmdir()
 

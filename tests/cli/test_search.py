@@ -109,3 +109,15 @@ def test_nothing_starts_when_a_setting_is_wrong(rates, capsys, wrong, message):
 ])
 def test_values_of_a_setting(word, expected):
     assert _distribution(OverridesParser.create().parse_override(word)) == expected
+
+
+@pytest.mark.parametrize("interval", ["tag(log,interval(0,1e-2))", "interval(1e-2,1e-4)"])
+def test_an_impossible_interval_is_one_line(interval, rates, capsys):
+    assert cli.main([*SEARCH[:-1], f"model.optimizer.lr={interval}"]) == 2
+    assert capsys.readouterr().err.startswith(f"genmodels train: model.optimizer.lr={interval}: ") and not rates
+
+
+def test_without_optuna_it_is_said(rates, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(SEARCH) == 2
+    assert "needs Optuna: pip install 'genmodels[scale]'" in capsys.readouterr().err

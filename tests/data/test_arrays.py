@@ -216,6 +216,7 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "c.csv, line 3 has 1 cell, where the table has 2 columns" in line("c.csv", b"a,b\n1,2\n3\n")
     assert "d.txt, line 2, column 1: 'NA' is not a number" in line("d.txt", b"1 2\nNA 4\n")
     assert "line 1, column 1: 'NA' is not a number" in line("n.csv", b"NA,2\n4,5\n")
+    assert "line 1, column 1: 'NA' is not a number" in line("m.csv", b"NA,NA\n4,5\n")
     assert "q.csv, line 3, column 2 (b): 'x,y' is not a number" in line("q.csv", b'a,b\n1,2\n1,"x,y"\n')
     assert "line 2, column 1 (a): '1,5' is not a number; write decimals with a" in line("q.csv", b'a,b\n"1,5",2\n')
     assert "cannot be read: " in line("long.csv", b"1" * 200_000)

@@ -345,7 +345,18 @@ def test_sixteen_bits_of_a_grey_map(tmp_path):
         assert (found - torch.from_numpy(levels.astype(float)) * 255 / most).abs().max() <= 0.51
 
 
-@pytest.mark.parametrize("names", [("train", "val", "test"), ("train", "valid"), ("Training", "Testing")])
+@pytest.mark.parametrize("stray", ["extra/0.png", "cover.png", "extra/a/0.png"])
+def test_what_lies_beside_given_splits_is_refused(tmp_path, stray, refuses):
+    """It would turn the splits into classes, and mix them."""
+    for number, name in enumerate(["train/a/0.png", "train/b/1.png", "test/a/2.png", "test/b/3.png", stray]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(number, (8, 8)).save(tmp_path / name)
+    said = f"'{stray.split('/')[0]}' lies beside the folders of the splits .test, train."
+    refuses(InputError, said, ImageFolder(root=str(tmp_path), size=8).prepare)
+
+
+@pytest.mark.parametrize("names", [("train", "val", "test"), ("train", "valid"), ("train", "dev"),
+                                   ("Training", "Testing")])
 @pytest.mark.parametrize("cache", ["memory", "none"])
 def test_given_splits_are_honoured(tmp_path, names, cache):
     owner = {}
@@ -355,7 +366,7 @@ def test_given_splits_are_honoured(tmp_path, names, cache):
         place.parent.mkdir(parents=True, exist_ok=True)
         picture(number, (8, 8)).save(place)
         key = torch.from_numpy(np.array(picture(number, (8, 8)))).permute(2, 0, 1).numpy().tobytes()
-        owner[key] = {"valid": "val", "Training": "train", "Testing": "test"}.get(part, part)
+        owner[key] = {"valid": "val", "dev": "val", "Training": "train", "Testing": "test"}.get(part, part)
     module = ImageFolder(root=str(tmp_path / "set"), size=8, cache=cache).prepare()
     assert module.spec.class_names == ("a", "b")
     total = 0
@@ -397,9 +408,9 @@ def test_missing_and_empty_folders(tmp_path, refuses):
     ("options", "says"),
     [
         ({"size": 0}, "data.size must be at least 1"),
-        ({"channels": 4}, "data.channels must be 1 or 3"),
+        ({"channels": 4}, "data.channels must be one of 1, 3"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, "must be >= 0 with a sum below 1"),
-        ({"cache": "disk"}, "data.cache must be auto, memory or none"),
+        ({"cache": "disk"}, "data.cache must be one of auto, memory, none"),
     ],
 )
 def test_bad_options(options, says):

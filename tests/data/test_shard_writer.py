@@ -329,3 +329,17 @@ def test_tars_are_plain(tmp_path):
     write_shards(small(), tmp_path / "out", 10, {})
     with tarfile.open(tmp_path / "out" / "val-000000.tar") as tar:
         assert {(m.mtime, m.uid, m.uname) for m in tar.getmembers()} == {(0, 0, "")}
+
+
+def test_a_lost_shard_moves_no_item_to_another_split(tmp_path, refuses):
+    whole = Toy(n_train=50, n_val=17, n_test=7, batch_size=4).prepare()
+    write_shards(whole, tmp_path / "a", 10, {})
+    (tmp_path / "a/val-000001.tar").rename(tmp_path / "lost.tar")
+    with pytest.warns(UserWarning, match="left out 1 shards"):
+        data = Shards(root=str(tmp_path / "a"), skip_bad=True).prepare()
+    assert [len(data.split(split)) for split in ("train", "val", "test")] == [50, 10, 7]
+    assert data.spec.fingerprint.startswith("without 1 shards")  # by which resume and evaluation notice it
+    assert not data.spec.fingerprint.startswith(whole.spec.fingerprint)
+    (tmp_path / "a/test-000000.tar").unlink()
+    with pytest.warns(UserWarning, match="left out 2 shards"):
+        refuses(InputError, "all shards of test in", Shards(root=str(tmp_path / "a"), skip_bad=True).prepare)

@@ -82,6 +82,8 @@ def test_splits_by_name(tmp_path):
     (tmp_path / "set" / "set-test-0.tar").unlink()
     data = Shards(root=str(tmp_path / "set"), size=8, test_fraction=0.25).prepare()
     assert [len(data.split(s)) for s in ("train", "val", "test")] == [15, 4, 5]
+    with pytest.raises(InputError, match="extra-0.tar has no word for its split"):
+        splits_of(["train-0.tar", "extra-0.tar", "test-0.tar"])
     assert splits_of(["trainer-0.tar"]) is None and splits_of(["val-0.tar"]) is None
     assert splits_of(["train/0.tar", "valid/0.tar", "test/0.tar"]).tolist() == [0, 1, 2]
 

@@ -476,7 +476,7 @@ def test_descent_finds_a_mixture():
 def test_errors():
     with pytest.raises(ValueError, match="costs about .* use sliced_vr"):
         ExactScoreMatching()(Quadratic(torch.eye(1100)), torch.zeros(1, 1100))
-    with pytest.raises(ValueError, match="projections = 0"):
+    with pytest.raises(ValueError, match="projections must be at least 1"):
         SlicedScoreMatching(projections=0)
     with pytest.raises(ValueError, match="is not one of rademacher"):
         SlicedScoreMatching(projection="unit")

@@ -128,6 +128,10 @@ def test_going_online_needs_a_login(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="wandb login"):
         LoggerOptions(wandb="online").check()
+    for wrong, said in (({"tags": ["x" * 65]}, "1 to 64 characters"), ({"project": "a/b"}, "none of / "),
+                        ({"project": ""}, "1 to 128 characters")):
+        with pytest.raises(ValueError, match=said):
+            LoggerOptions(**wrong).check()
 
 
 @pytest.mark.parametrize("words, said", [

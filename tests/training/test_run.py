@@ -26,6 +26,7 @@ from genmodels.data.vision import Digits
 from genmodels.models.build import build
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.training import run
+from genmodels.training.callbacks import Checkpointing
 from tests import commands
 from tests.core.test_checkpoint import HEADER
 from tests.models import texts
@@ -66,7 +67,7 @@ def test_a_folder_with_a_run_is_not_taken():
 def test_a_run_that_wrote_no_checkpoint_is_begun_anew_and_its_time_forgotten():
     Path("mine").mkdir()
     for name in ("log.txt", "config.yaml", "metrics.csv"):
-        Path("mine", name).write_text("")
+        Path("mine", name).write_text("model:\n  _target_: genmodels.models.ddpm.DDPM\n")
     run.add_training_time(Path("mine"), 5.0, 5.0)
     assert run.training_time(run.choose_folder(Path("runs"), "a", "mine")) == 0
 
@@ -414,3 +415,33 @@ def test_temporary_files_of_a_killed_run_are_removed_and_those_of_others_are_kep
         file.touch()
     command("train", *SHORT, "trainer.max_steps=3", f"run_dir={folder}", "resume=last")
     assert other.exists() and not stale.exists()
+
+
+def test_what_never_began_leaves_folders_of_the_user():
+    Path("empty/own").mkdir(parents=True)
+    run.discard_unused(run.choose_folder(Path("runs"), "a", "empty/own"))
+    run.discard_unused(run.choose_folder(Path("runs"), "a", "empty/own/new/run"))
+    assert Path("empty/own").is_dir() and not Path("empty/own/new").exists()
+
+
+def test_files_of_another_program_are_no_run():
+    Path("mine").mkdir()
+    for name in ("log.txt", "config.yaml", "metrics.csv"):
+        Path("mine", name).write_text("my: settings")
+    with pytest.raises(InputError, match="holds a config.yaml that is of no run"):
+        run.choose_folder(Path("runs"), "a", "mine")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_due_step_is_saved_once(accumulate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved, save = [], Checkpointing.save
+
+    def noted(self, trainer, name):
+        saved.append((name, trainer.global_step))
+        save(self, trainer, name)
+
+    monkeypatch.setattr(Checkpointing, "save", noted)
+    command("train", *SHORT, "trainer.max_steps=5", "checkpoint.every_n_steps=2", f"trainer.accumulate={accumulate}",
+            "trainer.validate_every_n_steps=0", "run_dir=a")
+    assert {step for name, step in saved if name == "last.ckpt"} == {0, 2, 4, 5}
