@@ -417,7 +417,7 @@ def train(model: str | None = None, *words: str, device: str = "auto", **setting
     with composer("train") as hydra:
         chosen = ([] if model is None else [f"model={model}"]) + list(words)
         config = hydra.compose(words_by_name(hydra, chosen, settings))
-    with _interruptible():
+    with _interruptible(), torch.random.fork_rng(devices=[]):  # a run seeds it for its weights
         folder = command.run(**config).run
     best = Path(folder) / "best.ckpt"
     return load(best if best.is_file() else best.with_name("last.ckpt"), device=device, trust=config.get("trust") or ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -178,6 +179,12 @@ def test_items_are_those_that_the_model_was_trained_on(tmp_path, refuses):
 def test_a_missing_file_is_a_failure(tmp_path):
     with pytest.raises(RunError, match="no such checkpoint"):
         gm.load(tmp_path / "nothing.ckpt")
+
+
+def test_training_leaves_torch_and_logging_as_they_were(tmp_path):
+    state, level = torch.get_rng_state(), logging.getLogger().level
+    gm.train("nsf", data="toy", max_steps=1, hidden=8, run_dir=str(tmp_path / "a"), logger={"wandb": "off"})
+    assert torch.equal(torch.get_rng_state(), state) and logging.getLogger().level == level
 
 
 def test_train_and_evaluate(tmp_path, capsys, monkeypatch):

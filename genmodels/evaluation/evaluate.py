@@ -18,6 +18,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
+from genmodels.data.clips import cell_statistics
 from genmodels.data.utterances import characters
 from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import EvaluationState, Opened, Request
@@ -162,8 +163,10 @@ def gaussian_per_band(
         >>> 1.5 < gaussian_per_band(Speech().prepare(), "test").mean_nll_per_dim() < 2.2
         True
     """
-    mean, std = _moments(x.transpose(0, 1)[:, mask[:, 0]] for x, mask in _noisy(datamodule, "train", None, noise))
-    normal = torch.distributions.Normal(mean[:, None], std[:, None])
+    training = _noisy(datamodule, "train", None, noise)
+    cells = cell_statistics((x.transpose(0, 1)[:, mask[:, 0]] for x, mask in training), "band")
+    mean, std = (torch.tensor(cells[key], dtype=torch.float64)[:, None] for key in ("mean", "std"))
+    normal = torch.distributions.Normal(mean, std)
     nats, dims = [], []
     for x, mask in _noisy(datamodule, split, limit, noise):
         nats.append(normal.log_prob(x).mul(mask).flatten(1).sum(1))
@@ -179,14 +182,6 @@ def _noisy(datamodule: DataModule, split: str, limit: int | None, noise: float) 
         batch = even_lengths(batch)
         x = with_noise(batch.x, noise, KeyedGenerator(0, batch.index, "likelihood"))
         yield x.double(), batch.mask
-
-
-def _moments(parts) -> tuple[Tensor, Tensor]:
-    count, total, squares = 0, 0.0, 0.0
-    for cells in parts:
-        count, total, squares = count + cells.shape[1], total + cells.sum(1), squares + cells.square().sum(1)
-    mean = total / count
-    return mean, (squares / count - mean.square()).sqrt()
 
 
 _CHECK_SECONDS = 60.0  # for all checks, unless checks=full

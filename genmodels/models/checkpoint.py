@@ -308,7 +308,8 @@ def load_model(
     state = read_checkpoint(path, mmap=True)
     header = state["genmodels"]
     try:
-        with _no_larger_than(2 * _size(path, state) + _SLACK), stored_options():
+        limit = _no_larger_than(2 * _size(path, state) + _SLACK)
+        with limit, stored_options(), torch.random.fork_rng(devices=[]):  # constructors draw weights
             model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
     except (InputError, RunError) as error:
         hint = " (docs/migration.md: options of former versions)" if "has no option" in str(error) else ""

@@ -246,6 +246,7 @@ class Log:
             handler.setLevel(logging.WARNING)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
+        self.level = root.level
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         for name in ("pytorch_lightning", "lightning_fabric", "pytorch_lightning.utilities.rank_zero"):
@@ -257,6 +258,7 @@ class Log:
     def close(self) -> None:
         """Detach from logging."""
         logging.getLogger().removeHandler(self.handler)
+        logging.getLogger().setLevel(self.level)
         logging.captureWarnings(False)
         with contextlib.suppress(OSError):  # the full disk has been reported already
             self.handler.close()
