@@ -118,11 +118,11 @@ def sample(
         times: (N+1,) decreasing within [0, 1]; a last entry 0 is the clean end. See SPACINGS.
         mask: (B, 1, T) of sequences, True = valid; the result is zero elsewhere.
         temperature: factor on all noise, at the start and in the steps.
-        dtype: of x and the arithmetic of the steps; the network has its own.
+        dtype: of x and the arithmetic of the steps, float32 or float64; the network has its own.
         start: (B, *event) at times[0], in place of noise.
         callback: called after each step as callback(number from 0, x, estimate of x_0).
 
-    Errors: times that do not decrease within [0, 1]; a temperature below 0 or not finite.
+    Errors: times that do not decrease within [0, 1]; a temperature below 0 or not finite; another dtype.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, DPMSolverPP2MSampler, GaussianDenoiser, uniform_log_snr
@@ -139,6 +139,8 @@ def sample(
     if not inside or bool((times.diff() >= 0).any()):
         raise InputError("the times of a sampler must decrease within [0, 1], at least two of them")
     check_temperature(temperature)
+    if dtype not in (torch.float32, torch.float64):
+        raise InputError(f"dtype is torch.float32 or torch.float64, got {dtype}")
     counted = Counted(denoiser, mask)
     if start is None:
         x = temperature * normal(shape, at_step(generator, 0), dtype=dtype, device=device)

@@ -224,6 +224,13 @@ def test_bad_times(times):
         sample(denoiser, (1, 3), torch.tensor(times), DDIMSampler(), keyed(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
+def test_steps_in_half_precision_are_refused(dtype):
+    denoiser = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    with pytest.raises(ValueError, match=f"torch.float32 or torch.float64, got {dtype}"):
+        sample(denoiser, (1, 3), torch.tensor([1.0, 0.0]), DDIMSampler(), keyed(1), dtype=dtype)
+
+
 # ---- spacings of sampling times: all decrease from (nearly) 1 to the clean end, in as many steps as asked ----
 
 
