@@ -285,7 +285,7 @@ class DataSpec:
             if bad.any():
                 raise ValueError(f"item {_first(batch, bad)} of {self.name} holds a value that is not finite")
         else:
-            if x.is_floating_point():
+            if x.is_floating_point() or x.is_complex():
                 raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
             # Compared as numbers: torch wraps a scalar into the tensor's own type, where 256 is 0.
             top = min(self.levels - 1, 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)

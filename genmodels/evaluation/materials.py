@@ -76,6 +76,9 @@ def material(
     asked = next((key for key in ("inpaint", "edit") if named[key] is not None), None)
     if asked is None:
         return {}, []
+    if wrong := [key for key in ("inpaint", "mask", "edit") if not isinstance(named[key], int | str | Path | None)]:
+        raise InputError(f"{wrong[0]} is a file or the number of an item, not a {type(named[wrong[0]]).__name__}; in "
+                         "Python model.network.sample takes tensors as known=, keep= and edit=")
     if "known" not in model.own_options():
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
     spec, data = model.spec, data_of(model, header, ckpt_path, trust)

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 
 from genmodels.core.checkpoint import read_header, seal
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, first_line, printable, stored_options, with_class
+from genmodels.core.errors import InputError, RunError, check_number, first_line, printable, stored_options, with_class
 from genmodels.core.files import checksum, digest_of, is_exported, write_whole
 from genmodels.core.processes import gather, own, rank_world
 from genmodels.models.base import GenerativeModel
@@ -388,4 +388,5 @@ def weights_of(ema: bool | float) -> str | float:
     """The `weights` argument of a model for the command key `ema`: true, false, or one of the decays."""
     if isinstance(ema, bool):
         return "ema" if ema else "raw"
+    check_number("ema", ema, 0, 1)
     return float(ema)
