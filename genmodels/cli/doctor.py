@@ -27,7 +27,7 @@ def main(words: list[str]) -> int:
     """`genmodels doctor [data=... data.key=... --fix-list bad.txt]`; 1 if a check fails.
 
     Raises:
-        InputError: for a list without data, or without its file's name.
+        InputError: for words that are no settings, and for a list without data, or without its file's name.
     """
     failed, fix_list = [], None
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--fix-list=") else [word])]
@@ -40,6 +40,8 @@ def main(words: list[str]) -> int:
         if fix_list.exists() and not fix_list.is_file():
             raise InputError(f"--fix-list={fix_list} is {kind_of(fix_list)}, not a file")
         check_writable("--fix-list", fix_list)
+    if wrong := [word for word in words if "=" not in word and not word.startswith("~")]:
+        raise InputError(f"cannot read {wrong[0]!r}: write key=value, as in data=image_folder data.root=photos")
     read: dict = {"named": any(word.startswith(("model", "experiment")) for word in words)}
     of_words = [("data", lambda: check_data(words, fix_list, read)), ("training", lambda: check_training(read))]
     for name, check in [*CHECKS.items(), *(of_words if words else [])]:

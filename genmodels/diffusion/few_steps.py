@@ -322,7 +322,7 @@ class Shortcut(FlowMapMatching):
         super().__init__(coupling, share=share, time_sampler=time_sampler)
         if finest < 2 or finest & (finest - 1):
             raise InputError(f"finest = {finest} steps: choose a power of two, such as 128")
-        self.finest = finest
+        self.finest = int(finest)
 
     def ends(self, u: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         chosen, halvings, place = uniform((len(u), 3), generator, dtype=torch.float64, device=u.device).unbind(1)

@@ -210,3 +210,9 @@ def test_problems_do_not_control_the_terminal(monkeypatch, tmp_path):
         doctor.check_data(["data=toy"], tmp_path / "bad.txt")
     assert all(line.isprintable() for line in str(caught.value).split("\n")) and "\nOK" not in str(caught.value)
     assert (tmp_path / "bad.txt").read_text() == "\\x1b[2J.png: empty\\nOK    data: fine\n"
+
+
+def test_a_word_that_is_no_setting_is_a_usage_error(capsys):
+    assert main(["doctor", "digits"]) == 2
+    printed = capsys.readouterr()
+    assert "cannot read 'digits': write key=value" in printed.err and printed.out == ""
