@@ -153,7 +153,7 @@ class Model:
         Raises:
             InputError, RunError: for n below 1, a split that does not exist, or missing data.
         """
-        at_least(1, n=n)
+        at_least(1, n=1 if n is None else n)
         data = data_of(self.network, self.header, self.ckpt, self.trust)()
         return data.items(split, None if n is None else torch.arange(min(n, len(data.split(split)))))
 

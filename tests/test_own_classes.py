@@ -18,7 +18,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel, Samples
-from genmodels.models.build import TARGET, build
+from genmodels.models.build import NETWORKS, TARGET, build
 from genmodels.models.optimizer import Optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -108,6 +108,13 @@ def test_a_network_of_the_docs_trains_and_is_read_only_if_trusted(tmp_path, monk
     capsys.readouterr()
     assert cli.main(["sample", "ckpt=runs/small", "n=1"]) == 2
     assert "'small.Small' is not a class of genmodels; to allow it add its package: trust" in capsys.readouterr().err
+    reflow = ["train", "model=flow_matching", "data=digits", "~preset", "trainer.max_steps=1", "trust=[small]",
+              "model.net._target_=small.Small", "run_dir=runs/a"]
+    assert cli.main(reflow) == 0
+    assert cli.main([*reflow[:-1], "model.reflow=runs/a", "run_dir=runs/b"]) == 0, capsys.readouterr().err  # a teacher
+    with pytest.raises(InputError, match="depth must be") as error:
+        build({TARGET: NETWORKS["dit"], "depth": 0}, (1, 8, 8))
+    assert str(error.value).startswith("DiT: ")
     with pytest.raises(InputError, match="is not a class of genmodels"):  # trust ends with the model that had it
         build({TARGET: "small.Small"}, (1, 8, 8))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from genmodels.core.errors import at_least, counted
+from genmodels.core.errors import at_least, counted, none_or_at_least
 from genmodels.core.files import check_writable, typed
 from genmodels.speech.corpus import VOICES, check_voice, corpus, default_sentences, sentences_of
 
@@ -34,7 +34,8 @@ def run(
         progress: show a progress bar.
     """
     folder, workers = Path(out).expanduser(), (os.cpu_count() or 1) if workers is None else workers
-    at_least(1, workers=workers, n=n)
+    at_least(1, workers=workers)
+    none_or_at_least(1, n=n)
     check_voice(voice)
     check_writable("out", folder / "metadata.csv")
     texts = default_sentences(n or 3400) if text is None else sentences_of(Path(text).expanduser())[:n]

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, an, at_least, counted
+from genmodels.core.errors import InputError, an, counted, none_or_at_least
 from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, check_companions, require_partners
@@ -95,8 +95,8 @@ def run(
     """
     options = {key: value for key, value in options.items() if value is not None}
     asked = SamplingOptions(n=n or DEFAULT_NUMBER, **options)
-    at_least(1, n=n, batch_size=batch_size, chunk=chunk)
-    at_least(2, frames=frames)
+    none_or_at_least(1, n=n, batch_size=batch_size, chunk=chunk)
+    none_or_at_least(2, frames=frames)
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     require_partners(options | named | {"chunk": chunk, "stream": stream or None, "frames": frames, "path": path,
                                         "interpolate": interpolate})

@@ -257,35 +257,42 @@ def _installation() -> str:
     return f"pip install -e {'.' if root == Path.cwd() else shlex.quote(str(root))}"
 
 
-def at_least(least: int, **sizes: int | None) -> None:
-    """Raise InputError for the first size that is below `least`, or not a whole number; None is accepted.
+class OptionError(InputError):
+    """A bad value of an option; the error of a class under construction names the class too."""
+
+
+def at_least(least: int, **sizes: int) -> None:
+    """Raise OptionError for the first size that is below `least`, or not a whole number.
 
     Example:
         >>> at_least(1, channels=8, depth=0)
         Traceback (most recent call last):
         ...
-        genmodels.core.errors.InputError: depth must be at least 1, got 0
+        genmodels.core.errors.OptionError: depth must be at least 1, got 0
     """
     for name, size in sizes.items():
-        if size is None:
-            continue
         if not isinstance(size, Integral) or isinstance(size, bool):
-            raise InputError(f"{name} must be a whole number, got {size!r}")
+            raise OptionError(f"{name} must be a whole number, got {size!r}")
         if size < least:
-            raise InputError(f"{name} must be at least {least}, got {size}")
+            raise OptionError(f"{name} must be at least {least}, got {size}")
+
+
+def none_or_at_least(least: int, **sizes: int | None) -> None:
+    """As `at_least`, for sizes that may be None."""
+    at_least(least, **{name: size for name, size in sizes.items() if size is not None})
 
 
 def one_of(name: str, value: object, choices: Collection) -> None:
-    """Raise InputError, listing the choices, if the value of an option is not one of them.
+    """Raise OptionError, listing the choices, if the value of an option is not one of them.
 
     Example:
         >>> one_of("transform", "cubic", ("spline", "affine"))
         Traceback (most recent call last):
         ...
-        genmodels.core.errors.InputError: transform must be one of spline, affine, got 'cubic'
+        genmodels.core.errors.OptionError: transform must be one of spline, affine, got 'cubic'
     """
-    if value not in choices:
-        raise InputError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+    if value not in tuple(choices):
+        raise OptionError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 _STORED: ContextVar[bool] = ContextVar("options of a checkpoint", default=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec, require_precision
-from genmodels.core.errors import InputError, at_least, counted, one_of
+from genmodels.core.errors import InputError, counted, none_or_at_least, one_of
 from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions, split_rows, spread_rows
 from genmodels.data.image_folder import SPLIT_NAMES
 from genmodels.data.loading import BatchDataset, MappedArray, MappedData, TensorData
@@ -220,7 +220,7 @@ class Arrays(DataModule):
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         one_of("data.layout", layout, ("auto", "nchw", "nhwc"))
-        at_least(2, **{"data.levels": levels})
+        none_or_at_least(2, **{"data.levels": levels})
         self.file, self.labels = Path(data_root(file)), None if labels is None else Path(data_root(labels))
         self.layout, self.levels, self.flip = layout, levels, flip
         self.fractions = split_fractions(val_fraction, test_fraction)

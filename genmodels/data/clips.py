@@ -128,10 +128,11 @@ def manifest(root: Path) -> list[Clip]:
     found, rows = [], list(_rows(root))
     usual = Counter(len(fields) for _, fields in rows if len(fields) in (2, 3)).most_common(1)
     form = "path|text (as in most lines)" if usual and usual[0][0] == 2 else "path|text|speaker (as in most lines)"
+    named = any(len(fields) == 3 and fields[2].strip() for _, fields in rows)
     for number, fields in rows:
         where = f"{fields[0].strip() or 'no name'} ({root.name}, line {number})"
         problem = _row_problem(fields, (usual[0][0],) if usual else (), form)
-        speaker = fields[2].strip() if len(fields) == 3 else None
+        speaker = fields[2].strip() if len(fields) == 3 and named else None
         if speaker == "" and problem is None:
             problem = "the name of the speaker is missing"
         found.append(Clip(root, where, problem=problem) if problem is not None else

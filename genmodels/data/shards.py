@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, at_least, one_of, progress_bar
+from genmodels.core.errors import InputError, RunError, counted, none_or_at_least, one_of, progress_bar
 from genmodels.core.files import cache_folder, checksum, write_whole
 from genmodels.data.arrays import ItemKind, kind_of_items
 from genmodels.data.base import SPLITS, DataModule, data_root, rows_of_splits, split_fractions
@@ -215,8 +215,8 @@ class Shards(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        at_least(1, **{"data.size": size, "data.max_frames": max_frames})
-        at_least(2, **{"data.levels": levels})
+        none_or_at_least(1, **{"data.size": size, "data.max_frames": max_frames})
+        none_or_at_least(2, **{"data.levels": levels})
         one_of("data.channels", channels, (1, 3, None))
         one_of("data.layout", layout, ("auto", "nchw", "nhwc"))
         self.root, self.storage_options = data_root(root), storage
@@ -263,7 +263,7 @@ class Shards(DataModule):
         rows = rows_of_splits(given, labels, len(index.items), self.fractions, self.seed)
         if index.bad and record is not None:
             names = hashlib.sha256(" ".join(sorted(index.bad)).encode()).hexdigest()[:12]
-            fingerprint = f"without {len(index.bad)} shards {names}, {form.spec.fingerprint}"
+            fingerprint = f"without {counted(len(index.bad), 'shard')} {names}, {form.spec.fingerprint}"
             form = replace(form, spec=replace(form.spec, fingerprint=fingerprint))
         self._checksums = {name: one["sha256"] for name, one in record["shards"].items()} if record else {}
         return form.spec, {split: ShardData(storage, index, chosen, form) for split, chosen in rows.items()}

@@ -13,7 +13,15 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, as_input_errors, at_least, counted, one_of, progress_bar, require_known
+from genmodels.core.errors import (
+    InputError,
+    as_input_errors,
+    counted,
+    none_or_at_least,
+    one_of,
+    progress_bar,
+    require_known,
+)
 from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, MISSING, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
@@ -235,7 +243,7 @@ class Speech(DataModule):
         one_of("data.on_unknown", on_unknown, ("drop", "error"))
         one_of("data.symbols", symbols, FORMS)
         one_of("data.statistics", statistics, ("global", "band"))
-        at_least(1, **{"data.rate": rate, "data.multiple": multiple, "data.max_frames": max_frames})
+        none_or_at_least(1, **{"data.rate": rate, "data.multiple": multiple, "data.max_frames": max_frames})
         if max_seconds is not None and not max_seconds > 0:
             raise InputError(f"data.max_seconds must be above 0, got {max_seconds}")
         self.root = None if root is None else Path(data_root(root))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, as_input_errors, at_least
+from genmodels.core.errors import InputError, as_input_errors, none_or_at_least
 from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions
 from genmodels.data.loading import TensorData
 from genmodels.speech.text import in_form
@@ -81,7 +81,7 @@ class TextFile(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        at_least(1, **{"data.length": length, "data.stride": stride})
+        none_or_at_least(1, **{"data.length": length, "data.stride": stride})
         self.file, self.length, self.stride, self.spoken = Path(data_root(file)), length, stride or length, spoken
         self.fractions = split_fractions(val_fraction, test_fraction)
 

@@ -315,7 +315,6 @@ def draw_directions(projection: Projection, count: int, x: Tensor, generator: Ge
     return torch.stack([projection.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
 
 
-
 class DivergenceGuard:
     """Stop training when the energy diverges: loss below -1000 D, or mean |E| above a million for 100 steps.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +77,10 @@ def material(
     asked = next((key for key in ("inpaint", "edit") if named[key] is not None), None)
     if asked is None:
         return {}, []
-    if wrong := [key for key in ("inpaint", "mask", "edit") if not isinstance(named[key], int | str | Path | None)]:
-        raise InputError(f"{wrong[0]} is a file or the number of an item, not a {type(named[wrong[0]]).__name__}; in "
-                         "Python model.network.sample takes tensors as known=, keep= and edit=")
+    for key in ("inpaint", "mask", "edit"):
+        if not isinstance(named[key], Integral | str | Path | None):
+            raise InputError(f"{key} is a file or the number of an item, not {an(type(named[key]).__name__)}; in "
+                             "Python model.network.sample takes tensors as known=, keep= and edit=")
     if "known" not in model.own_options():
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
     spec, data = model.spec, data_of(model, header, ckpt_path, trust)

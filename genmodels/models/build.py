@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from genmodels.core.checkpoint import present_name
-from genmodels.core.errors import InputError, require_known
+from genmodels.core.errors import InputError, OptionError, require_known
 
 TARGET = "_target_"
 #: Networks of denoisers, and an encoder of recognisers, by the name that `model.net=` takes on the command line.
@@ -135,6 +135,8 @@ def construct(cls: type, *args: Any, **options: Any) -> Any:
     require_known(cls.__name__, options, keywords(cls))
     try:
         return cls(*args, **options)
+    except OptionError as error:
+        raise InputError(str(error) if str(error).startswith("data.") else f"{cls.__name__}: {error}") from error
     except InputError:
         raise
     except (ValueError, TypeError) as error:

@@ -414,7 +414,8 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
             a class from a teacher that always has one.
     """
     with torch.random.fork_rng():  # building the teacher must not change the random numbers of training
-        teacher, _ = load_model(located(path), device=str(student.device))
+        trust = (student.run_config or {}).get("trust") or ()
+        teacher, _ = load_model(located(path), device=str(student.device), trust=trust)
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
         raise InputError(f"{option}={path} holds {an(teacher.family)} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")

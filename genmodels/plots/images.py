@@ -106,10 +106,10 @@ def panels(width: float, height: float, rows: int = 1, columns: int = 1, dpi: in
 def rendered(figure) -> Image.Image:
     """The pixels of a figure of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
 
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)  # a dollar is a dollar
+    for axes in figure.axes:
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts):
+            text.set_parse_math(False)  # a dollar is a dollar
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

@@ -122,9 +122,10 @@ def figure(
         ([('a <b>', 'c0', '')], True, True, False)
     """
     heights = [[math.nan if y is None else y for y in one.y] for one in series]
-    dropped = sum(not math.isfinite(y) or (log_y and y <= 0) for one, ys in zip(series, heights, strict=True)
-                  for y, given in zip(ys, one.y, strict=True) if given is not None)
-    dropped += sum(x <= 0 for one in series for x in one.x) if log_x else 0
+    # Of steps, x are the edges, one more than heights.
+    dropped = sum(not math.isfinite(y) or (log_y and y <= 0) or (log_x and x <= 0)
+                  for one, ys in zip(series, heights, strict=True)
+                  for x, y, given in zip(one.x, ys, one.y, strict=False) if given is not None)
     legend, height = [], _HEIGHT
     if field is not None:
         x0, x1, y0, y1 = field.extent

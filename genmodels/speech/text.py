@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, as_input_errors, one_of
 
 #: Typographic variants and the characters in the table of symbols.
 _TYPOGRAPHY = str.maketrans({
     "\u2018": "'", "\u2019": "'", "\u02bc": "'", "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"',
     "\u00bb": '"', "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-",
     "\u2026": "...", "\u00df": "ss", "\u00e6": "ae", "\u00f8": "o", "\u0153": "oe", "\u0142": "l", "\u00f0": "d",
-    "\u00fe": "th", "\u00d7": " times ", "&": " and ", "\u2044": " over ",
+    "\u00fe": "th", "\u00d7": " times ", "&": " and ",
 })  # fmt: skip
 
 _ABBREVIATIONS = {
@@ -36,11 +36,12 @@ _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 _TITLES = ("[a-z]", "mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
 _SENTENCE_END = re.compile(
     r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES)
-    + r"(?!(?<=\bno\.)\s+\d)\s+(?=\.?[^.?!;]*\w)", re.IGNORECASE)  # a part of marks alone is no sentence
+    + r"(?!(?<=\bno\.)\s+\d)\s+(?=[.?!;]*[^.?!;\s]*\w)", re.IGNORECASE)  # a part of marks alone is no sentence
 
 _FRACTIONS = {"\u00bd": "a half", "\u00bc": "a quarter", "\u00be": "three quarters"}
 _FRACTION = re.compile(rf"(\d\s?)?([{''.join(_FRACTIONS)}])")
-_POWERS = {"\u00b2": " squared ", "\u00b3": " cubed "}
+_RAISED = "[\u2070\u00b9\u00b2\u00b3\u2074-\u207f]"
+_POWER = re.compile(f"(?<!{_RAISED})[\u00b2\u00b3](?!{_RAISED})")
 _MONEY = {"$": ("dollar", "cent", "cents"), "\u00a3": ("pound", "penny", "pence"), "\u20ac": ("euro", "cent", "cents")}
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|thousand|million|billion|trillion)\b)?")
@@ -65,9 +66,11 @@ def normalise(text: str, language: str = "en") -> str:
         >>> normalise("Caf\\u00e9\\u2019s   Mr. Smith")
         "cafe's mister smith"
     """
-    found = _FRACTION.sub(lambda match: f"{match[1] or ''}{' and' * bool(match[1])} {_FRACTIONS[match[2]]} ", text)
-    # Other digits that are raised or in a circle stand apart from a number before them: 10^2 is not 102.
-    found = "".join(_POWERS.get(c, f" {c} ") if unicodedata.category(c) == "No" else c for c in found)
+    if language.startswith("en"):
+        text = _FRACTION.sub(lambda match: f"{match[1] + ' and' if match[1] else ''} {_FRACTIONS[match[2]]} ", text)
+        text = _POWER.sub(lambda match: " squared " if match[0] == "\u00b2" else " cubed ", text)
+    # Raised digits, those in circles and fractions stand apart from a number before them: 10^2 is not 102.
+    found = re.sub(r"(?<=\d)(?=\w)", lambda at: " " * (unicodedata.category(text[at.start()]) == "No"), text)
     found = unicodedata.normalize("NFKC", found).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
@@ -118,8 +121,8 @@ def _read_numbers(text: str, language: str) -> str:
         return f"{spelt[:-1]}ies" if spelt.endswith("y") else f"{spelt}s"
 
     def clock(match: re.Match) -> str:
-        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0")
-        return f"{int(match[1])} {minutes}" if int(match[2]) else f"{int(match[1])} o'clock"
+        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0") if int(match[2]) else "o'clock"
+        return f"{int(match[1])} {minutes}"
 
     text = _AMOUNT.sub(lambda match: f" {amount(match)} ", text)
     if language.startswith("en"):
@@ -200,7 +203,7 @@ def sentences(text: str, longest: int = 200) -> list[str]:
         ['One.', 'Two, three.', 'Mr. Four!']
     """
     parts = []
-    for sentence in _SENTENCE_END.split(re.sub(r"^[.?!;\s]+(?=\s)", "", text).strip()):
+    for sentence in _SENTENCE_END.split(re.sub(r"^[.?!;\s]+(?=\s)", "", text.strip()).strip()):
         while len(sentence) > longest:
             space = max(sentence.rfind(mark, 0, longest) for mark in (", ", ": ", " - "))
             cut = space + 1 if space > 0 else max(sentence.rfind(" ", 0, longest), 0) or longest
@@ -345,8 +348,7 @@ def paced(text: str) -> list[tuple[str, float]]:
 
 
 def _factor(mark: re.Match) -> float:
-    factor = SLOW if mark[2] is None else _number(mark[2])
-    if not 0.01 <= factor <= 100:
+    if not 0.01 <= (factor := SLOW if mark[2] is None else _number(mark[2])) <= 100:
         raise ValueError(f"{mark[0]}: the factor of the duration must be a positive number from 0.01 to 100")
     return factor
 
@@ -443,8 +445,6 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
         if not parts and len(pieces) > 1:
             raise InputError(f"{text!r}: there is no text on one side of a [pause=]")
         found += [(part, pause if k else seconds) for k, part in enumerate(parts)]
-    try:
+    with as_input_errors():
         texts = reopened([part for part, _ in found])
-    except ValueError as error:
-        raise InputError(str(error)) from error
     return [(text, seconds if k else 0.0) for k, (text, (_, seconds)) in enumerate(zip(texts, found, strict=True))]

@@ -111,12 +111,15 @@ class LoggerOptions:
         """Check that the loggers can be built, before a run has a folder.
 
         Raises:
-            InputError: if a package is not installed, or W&B is online without a login.
+            InputError: if a package is not installed, W&B would refuse the project or a tag, or it is online without a
+                login.
         """
         for wanted, package, name in ((self.tensorboard, "tensorboard", "TensorBoard"),
                                       (self.wandb != "off", "wandb", "W&B")):
             if wanted and importlib.util.find_spec(package) is None:
                 raise InputError(f"logger.{package} needs {name}: pip install {package}")
+        if self.wandb == "off":
+            return
         if wrong := [tag for tag in self.tags or () if not 1 <= len(tag) <= _LONGEST_TAG]:
             raise InputError(f"logger.tags: a tag has 1 to {_LONGEST_TAG} characters, got {wrong[0]!r}")
         if not 1 <= len(self.project) <= 128 or set(self.project) & set("/\\#?%:"):

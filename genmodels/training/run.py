@@ -128,10 +128,13 @@ def check_unused(folder: Path) -> None:
     """Raise InputError where a folder holds a run, weights, or a file that a run would overwrite."""
     if (folder / "last.ckpt").exists():
         raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
-    config = folder / "config.yaml"  # a run writes it first, with the classes that it builds
-    of_run = config.is_file() and "_target_: " in config.read_text(encoding="utf-8", errors="replace")
-    for name in ("config.yaml", "metrics.csv", "training.json", "log.txt"):
-        if (folder / name).exists() and not of_run:
+    config = folder / "config.yaml"
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    known = re.findall(r"^(\w+):", text, re.MULTILINE)
+    # A run writes log.txt first, to which the next one appends, and then its settings.
+    run = (folder / "log.txt").exists() and {"model", "data", "trainer", "logger", "checkpoint", "seed"} <= {*known}
+    for name in ("config.yaml", "metrics.csv", "training.json"):
+        if (folder / name).exists() and not run:
             raise InputError(f"run_dir={folder} holds a {name} that is of no run: choose another folder")
     if weights := sorted([*folder.glob("*.ckpt"), *folder.glob(EXPORTED)]):
         raise InputError(f"run_dir={folder} already holds {weights[0].name}: choose another folder")
@@ -193,10 +196,11 @@ def discard_unused(folder: Path, before: Collection[str] = ()) -> None:
     with contextlib.suppress(OSError):
         for name in {"log.txt", "config.yaml"} - {*before} | {_LOCK}:
             (folder / name).unlink(missing_ok=True)
-        for empty in (folder, folder.parent, folder.parent.parent):
+        for empty in (folder, *folder.parents):
             if empty.absolute() not in _MADE or any(empty.iterdir()):
                 return
             empty.rmdir()
+            _MADE.discard(empty.absolute())
 
 
 def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path:

@@ -7,7 +7,16 @@ import os
 import numpy as np
 import pytest
 
-from genmodels.core.errors import InputError, check_number, explain, progress_bar
+from genmodels.core.errors import (
+    InputError,
+    OptionError,
+    at_least,
+    check_number,
+    explain,
+    none_or_at_least,
+    one_of,
+    progress_bar,
+)
 
 
 class Terminal(io.StringIO):
@@ -71,3 +80,15 @@ def test_numbers_of_numpy_are_numbers():
     check_number("temperature", np.float32(0.5), 0)
     with pytest.raises(InputError, match="temperature must be a finite number"):
         check_number("temperature", np.float32("nan"), 0)
+
+
+@pytest.mark.parametrize("size", [None, 0, 1.5, True])
+def test_sizes_are_whole_numbers(size):
+    with pytest.raises(OptionError, match="depth must be "):
+        at_least(1, depth=size)
+    none_or_at_least(1, depth=None, width=2)
+
+
+def test_a_choice_may_be_anything():
+    with pytest.raises(OptionError, match="solver must be one of a, got"):
+        one_of("solver", ["a"], {"a": 1})

@@ -740,7 +740,7 @@ def test_a_failure_of_the_flow_undoes_the_dequantisation():
 def test_options_that_do_not_exist(build, message):
     with pytest.raises(ValueError, match=message) as caught:
         build()
-    assert "\n" not in str(caught.value) and type(caught.value) is ValueError
+    assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
 
 
 def test_odd_sides_have_the_way_out_that_the_message_names():

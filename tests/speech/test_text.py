@@ -126,8 +126,8 @@ READINGS = {
     "3.5 miles": "three point five miles",
     "Python 3.10, 12.00": "python three point one zero, twelve point zero zero",
     "agent 007 at 07:05": "agent zero zero seven at seven oh five",
-    "10\u00b2 and x\u2075": "ten squared and x five",
-    "1\u00bd or \u00be cups, 1\u2150": "one and a half or three quarters cups, one one over seven",
+    "10\u00b2 and 2\u2075, 10\u00b2\u00b3": "ten squared and two five, ten twenty-three",
+    "1\u00bd or \u00be cups": "one and a half or three quarters cups",
     "$2.05, \u00a31.01": "two dollars five cents, one pound one penny",
     "$3.50 and $1": "three dollars fifty cents and one dollar",
     "$1.5 million or $5 billion": "one point five million dollars or five billion dollars",
@@ -145,7 +145,8 @@ READINGS = {
 
 @pytest.mark.parametrize("text, parts", [
     ("Hello. ... World.", ["Hello. ...", "World."]), ("Hello! ??", ["Hello! ??"]),
-    ("... Hello. You", ["Hello.", "You"]), ("Half. .5 of it", ["Half.", ".5 of it"]),
+    ("... Hello. You", ["Hello.", "You"]), ("Wait. ...and go", ["Wait.", "...and go"]), ("... ", ["..."]),
+    ("Half. .5 of it", ["Half.", ".5 of it"]),
 ])  # fmt: skip
 def test_marks_alone_are_no_sentence(text, parts):
     assert sentences(text) == parts
