@@ -162,6 +162,8 @@ class Composer:
             points = [point for batch in batches for point in batch]
         else:
             words = [_words(override) for override in task]
+            if empty := next((o.input_line for o, one in zip(task, words, strict=True) if not one), None):
+                raise InputError(f"{empty.lstrip('+')} has no values: there is nothing to search")
             first = [one[0] for one in words]
             points = [first, *([*first[:i], word, *first[i + 1 :]] for i, one in enumerate(words) for word in one[1:])]
         for point in points:

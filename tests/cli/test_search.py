@@ -117,6 +117,11 @@ def test_an_impossible_interval_is_one_line(interval, rates, capsys):
     assert capsys.readouterr().err.startswith(f"genmodels train: model.optimizer.lr={interval}: ") and not rates
 
 
+def test_a_search_over_nothing_is_one_line(rates, capsys):
+    assert cli.main([*SEARCH[:-1], "model.optimizer.lr=range(3,1)"]) == 2
+    assert "model.optimizer.lr=range(3,1) has no values" in capsys.readouterr().err and not rates
+
+
 def test_without_optuna_it_is_said(rates, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(SEARCH) == 2
