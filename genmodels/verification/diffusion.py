@@ -149,8 +149,8 @@ def at_log_snr(s: DenoiserSubject) -> Measured:
     """x0 of a call against x0 of `at_log_snr`, which bounds and objectives use."""
     if not hasattr(s.denoiser, "at_log_snr"):
         raise NotApplicable("has no at_log_snr")
-    direct = s.denoiser.at_log_snr(s.x, s.denoiser.schedule.log_snr(s.t), s.cond).x0
-    return Measured(float(errors(s.predict().x0, direct).max()))
+    direct = s.denoiser.at_log_snr(s.x.clone(), s.denoiser.schedule.log_snr(s.t), s.cond).x0
+    return Measured(float(errors(replace(s, x=s.x.clone()).predict().x0, direct).max()))
 
 
 @DENOISER_CHECKS.add("rows independent", 1e-9, "a prediction does not depend on the rest of the batch")

@@ -338,7 +338,7 @@ def test_a_lost_shard_moves_no_item_to_another_split(tmp_path, refuses):
     with pytest.warns(UserWarning, match="left out 1 shards"):
         data = Shards(root=str(tmp_path / "a"), skip_bad=True).prepare()
     assert [len(data.split(split)) for split in ("train", "val", "test")] == [50, 10, 7]
-    assert data.spec.fingerprint.startswith("without 1 shards")  # by which resume and evaluation notice it
+    assert data.spec.fingerprint.startswith("without 1 shard ")  # by which resume and evaluation notice it
     assert not data.spec.fingerprint.startswith(whole.spec.fingerprint)
     (tmp_path / "a/test-000000.tar").unlink()
     with pytest.warns(UserWarning, match="left out 2 shards"):
