@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from genmodels.core.errors import InputError, RunError, an, with_class
 from genmodels.core.files import check_writable, located, typed, write_whole
+from genmodels.core.samples import check_companions
 from genmodels.diffusion import Denoiser
 from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
 from genmodels.flows.elementwise import LogisticMixture
@@ -69,14 +70,12 @@ def export(
             raise InputError("ema is for .onnx and .pt2: a .safetensors holds all weights, leave it out")
         write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
         return [f"{header['parameters']:,} parameters with their configuration: {target}",
-                usage(model, typed('ckpt', target, trust))]
+                f"use:      {usage(model, typed('ckpt', target, trust))}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
     graphs, lines = graphs_of(model, weights_of(ema)), []
     places = [target.with_name(f"{target.stem}{graph.suffix}{target.suffix}") for graph in graphs]
-    for place in places:
-        if place != target and place.exists() and not target.exists():
-            raise InputError(f"out={target} also writes {place}, which exists: give another name")
+    check_companions(target, places)
     files = [_exported(graph, header, target) for graph in graphs]
     # Only now, so that nothing is written where one of them cannot be exported.
     for graph, place, (content, parity) in zip(graphs, places, files, strict=True):
@@ -86,9 +85,8 @@ def export(
 
 
 def usage(model: GenerativeModel, named: str) -> str:
-    """A line with the command that uses a model: it samples, or transcribes."""
-    name, more = ("sample", "") if model.generates else ("transcribe", " a.wav")
-    return f"{name + ':':9} genmodels {name} {named}{more}"
+    """The command that uses a model: it samples, or transcribes."""
+    return f"genmodels sample {named}" if model.generates else f"genmodels transcribe {named} a.wav"
 
 
 class Function(nn.Module):

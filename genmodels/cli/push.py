@@ -63,7 +63,7 @@ def run(
             print(f"{', '.join(names)}: {folder}")
         if to is not None:
             print(f"{', '.join(names)}: {upload(folder, names, to, private)}")
-            print(used)
+            print(f"use:      {used}")
 
 
 def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> tuple[list[str], str]:
@@ -109,7 +109,7 @@ def card(
     """
     spec, family, name = model.spec, header["family"], f"hf://{to}" if to else "<this folder>"
     named = _named(name, trust)
-    use = f"genmodels sample {named}" if model.generates else f"genmodels transcribe {named} speech.wav"
+    use = usage(model, named)
     trusting = f", trust={list(trust)}" if trust else ""
     python = ["```python", "import genmodels as gm", "",
               f'gm.load("{name}"{trusting}).sample({"" if spec.text else 16}).show()', "```", ""]

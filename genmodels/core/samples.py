@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -261,13 +261,19 @@ class Trajectory:
         return torch.stack(self._frames) if self._frames else None
 
 
-def check_companions(target: Path) -> None:
+def check_companions(target: Path, others: Iterable[Path] | None = None) -> None:
     """Refuse to replace what is not known to be ours: files written next to `target`, where it does not exist itself.
+
+    Arguments:
+        target: the file that was asked for.
+        others: what is written next to it; None for the companions of samples.
 
     Raises:
         InputError: naming such a file.
     """
     companions = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
-    for suffix in companions.get(target.suffix.lower(), ()):
-        if (place := target.with_suffix(suffix)).exists() and not target.exists():
+    if others is None:
+        others = [target.with_suffix(suffix) for suffix in companions.get(target.suffix.lower(), ())]
+    for place in others:
+        if place.exists() and not target.exists():
             raise InputError(f"out={target} also writes {place}, which exists: give another name")

@@ -333,11 +333,11 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     tops = [SPLIT_NAMES.get(part[0].lower()) if len(part) > 1 else None for part in parts]
     # Folders of pictures alone may be classes of these names: a train and a plane.
     if None in tops and {"train"} < {*tops} - {None}:
-        beside, named = parts[tops.index(None)][0], ", ".join(sorted({*tops} - {None}))
+        other, named = parts[tops.index(None)][0], ", ".join(sorted({*tops} - {None}))
         if any(len(part) != 2 for part in parts):
-            raise InputError(f"{beside!r} lies beside the folders of the splits ({named}), which would be mixed: move "
+            raise InputError(f"{other!r} lies next to the folders of the splits ({named}), which would be mixed: move "
                              "it elsewhere, or into one of them")
-        print(f"{named} are classes here and not splits, because of {beside!r} beside them")
+        print(f"{named} are classes here and not splits, because of {other!r} next to them")
     given = None not in tops and "train" in tops and (len(set(tops)) > 1 or any(len(part) > 2 for part in parts))
     splits = torch.tensor([SPLITS.index(top) for top in tops]) if given else None
     folders = [part[given:-1] for part in parts]

@@ -138,8 +138,8 @@ def test_onnx_is_given_only_what_it_has(tmp_path, monkeypatch):
 
 
 def test_a_recogniser_is_used_to_transcribe():
-    assert usage(SimpleNamespace(generates=True), "ckpt=a") == "sample:   genmodels sample ckpt=a"
-    assert usage(SimpleNamespace(generates=False), "ckpt=a") == "transcribe: genmodels transcribe ckpt=a a.wav"
+    assert usage(SimpleNamespace(generates=True), "ckpt=a") == "genmodels sample ckpt=a"
+    assert usage(SimpleNamespace(generates=False), "ckpt=a") == "genmodels transcribe ckpt=a a.wav"
 
 
 def test_what_each_family_gives():

@@ -222,7 +222,7 @@ def test_each_kind_of_model_names_the_other_command(ckpt, tmp_path, capsys):
     assert "has no samples: genmodels transcribe" in capsys.readouterr().err
     assert main(["push", f"ckpt={ckpt}", "licence=mit", f"out={tmp_path}/card"]) == 0
     card = (tmp_path / "card" / "README.md").read_text()
-    assert "genmodels transcribe ckpt=<this folder> speech.wav" in card and "sample" not in card
+    assert "genmodels transcribe ckpt=<this folder> a.wav" in card and "sample" not in card
     other = checkpoint(tmp_path, GlowTTS)
     assert main(["transcribe", f"ckpt={other}", FILES[0]]) == 2
     assert "holds a glow_tts: transcribe is for model=recognizer" in capsys.readouterr().err

@@ -351,7 +351,7 @@ def test_what_lies_beside_given_splits_is_refused(tmp_path, stray, refuses):
     for number, name in enumerate(["train/a/0.png", "train/b/1.png", "test/a/2.png", "test/b/3.png", stray]):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         picture(number, (8, 8)).save(tmp_path / name)
-    said = f"'{stray.split('/')[0]}' lies beside the folders of the splits .test, train."
+    said = f"'{stray.split('/')[0]}' lies next to the folders of the splits .test, train."
     refuses(InputError, said, ImageFolder(root=str(tmp_path), size=8).prepare)
 
 

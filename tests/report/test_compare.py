@@ -230,6 +230,9 @@ def test_a_figure_draws_what_it_is_given():
                    log_y=True, rules=[Rule("limit", 3.0)])
     assert ruled.legend == [("a", "c0", ""), ("b", "c0", "6 2.5"), ("limit", "soft", "2 3")]
     assert ruled.notes == ["1 values that are not positive or not finite are left out."]
+    both = figure([Series("a", [0, 1, 2], [0, 1, None])], "t", "x", "y", log_x=True, log_y=True)
+    assert both.notes == ruled.notes  # one point, whichever axis it does not fit
+    assert figure([Series("a", [0, 1], [1, 1])], "t", "x", "y", log_x=True).notes == ruled.notes
     assert ">$y$ &lt;</text>" in ruled.svg and not re.search("#[0-9a-f]{6}", ruled.svg)
     assert ruled.numbers.groups[0][1][1] == ["a", "1", "-1"]
 
