@@ -59,7 +59,7 @@ def test_the_example_of_the_docs_from_training_to_a_report(mine, capsys):
     # So is what the exported file and the card of a published model say.
     capsys.readouterr()
     assert cli.main(["export", "ckpt=runs/mine", "trust=[mine]", "out=m.safetensors"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample: ")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use: ")]
     assert cli.main([*shlex.split(line.partition(":")[2])[1:], "n=2", "out=m.npz"]) == 0
     assert cli.main(["push", "ckpt=runs/mine", "trust=[mine]", "licence=mit", "out=card"]) == 0
     card = Path("card/README.md").read_text()
