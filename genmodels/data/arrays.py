@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -277,12 +278,25 @@ def _some(array, most: int) -> np.ndarray:
     return np.array(array[spread_rows(len(array), most).numpy()])
 
 
+def _chunks(array) -> Iterator[tuple[int, np.ndarray]]:
+    """All rows, as many at a time as fit in memory, each time after the number of the first."""
+    step = max(1, _CHUNK // int(np.prod(array.shape[1:])))
+    for start in range(0, len(array), step):
+        yield start, np.asarray(array[start : start + step])
+
+
 def _fingerprint(sources: dict) -> str:
-    """The number of items and a hash of labels and of up to a thousand items, spread over the file."""
-    content = hashlib.sha256()
+    """The number of items, a hash of labels and up to a thousand items, and one of all items.
+
+    The first hash alone is what checkpoints of earlier versions hold, which the whole begins with.
+    """
+    some, whole = hashlib.sha256(), hashlib.sha256()
     for x, y in sources.values():
-        content.update(_some(x, 1000).tobytes() + (b"" if y is None else y.numpy().tobytes()))
-    return f"{' + '.join(str(len(x)) for x, _ in sources.values())} items, {content.hexdigest()[:12]}"
+        some.update(_some(x, 1000).tobytes() + (b"" if y is None else y.numpy().tobytes()))
+        for _, rows in _chunks(x):
+            whole.update(np.ascontiguousarray(rows))
+    sizes = " + ".join(str(len(x)) for x, _ in sources.values())
+    return f"{sizes} items, {some.hexdigest()[:12]}, all of them {whole.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)
@@ -377,9 +391,7 @@ def _check_values(array, levels: int | None, where: str) -> None:
     """Raise an InputError naming the first item with a value that is not finite or not a level."""
     if len(array) == 0:
         raise InputError(f"{where} holds no items")
-    step = max(1, _CHUNK // int(np.prod(array.shape[1:])))
-    for start in range(0, len(array), step):
-        rows = np.asarray(array[start : start + step])
+    for start, rows in _chunks(array):
         with np.errstate(over="ignore"):  # what overflows float32 is not finite for the model either
             bad = ~np.isfinite(rows.astype(np.float32)) if levels is None else (rows < 0) | (rows >= levels)
         if bad.any():

@@ -119,10 +119,10 @@ class GaussianDenoiser(_ExactDenoiser):
         return cls(schedule, mean, values, basis=vectors)
 
     def _to_basis(self, x: Tensor) -> Tensor:
-        return x if self.basis is None else x @ self.basis
+        return x if self.basis is None else x @ self.basis.to(x.dtype)  # of another precision after .float()
 
     def _from_basis(self, y: Tensor) -> Tensor:
-        return y if self.basis is None else y @ self.basis.T
+        return y if self.basis is None else y @ self.basis.T.to(y.dtype)
 
     def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))

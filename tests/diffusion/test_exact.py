@@ -240,6 +240,14 @@ def test_an_empty_batch_has_empty_predictions(name):
     assert denoiser.sample(0, torch.Generator().manual_seed(0)).shape == (0, 3)
 
 
+@pytest.mark.parametrize("name", ["scalar", "diagonal", "full", "mixture"])
+def test_a_denoiser_made_float32_says_the_same_to_its_precision(name):
+    x, t = points(), torch.full((6,), 0.4, dtype=torch.float64)
+    kept, rounded = exact_denoisers(CosineSchedule())[name], exact_denoisers(CosineSchedule())[name].float()
+    assert (kept(x, t).x0 - rounded(x.float(), t).x0).abs().max() < 1e-5
+    assert (kept.marginal_log_prob(x, t) - rounded.marginal_log_prob(x, t)).abs().max() < 1e-4
+
+
 def test_points_of_no_variance_are_their_own_estimate():
     clean, mean = torch.tensor([0.0]), torch.tensor([1.0, -2.0])
     assert GaussianDenoiser(LinearPath(), mean, 0.0)(mean[None], clean).x0.tolist() == [mean.tolist()]
