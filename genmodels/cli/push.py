@@ -116,9 +116,9 @@ def card(
     needed = [f"Its classes are those of {' and '.join(trust)}, which have to be importable.", ""] if trust else []
     kind = "continuous values" if spec.levels is None else f"integers of {spec.levels} levels"
     classes = "" if spec.num_classes is None else f", {spec.num_classes} classes"
-    named = yaml.safe_dump({"license": licence.strip()}, width=math.inf, allow_unicode=True).strip()
+    heading = yaml.safe_dump({"license": licence.strip()}, width=math.inf, allow_unicode=True).strip()
     lines = [
-        "---", named, LIBRARY, f"tags: [genmodels, {family}]", "---",
+        "---", heading, LIBRARY, f"tags: [genmodels, {family}]", "---",
         "", f"# {family} of {spec.name}", "",
         f"{an(family).capitalize()} with {header['parameters']:,} parameters, trained for {header['step']:,} steps on "
         f"{spec.name}: {' x '.join(map(str, spec.event_shape))}, {kind}{classes}. Made with genmodels "

@@ -196,8 +196,8 @@ def _class_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             own = _function_keys(module, statement, _meanings(module, node))
             return own if statement.args.kwarg is None else {**_inherited(module, node), **own}
-    fields = _field_keys(module, node) if _is_keyword_dataclass(node) else {}
-    return {**_inherited(module, node), **fields}
+    own = _field_keys(module, node) if _is_keyword_dataclass(node) else {}
+    return own | {name: key for name, key in _inherited(module, node).items() if name not in own}
 
 
 def _bases(module: Module, node: ast.AST) -> list[tuple[Module, ast.ClassDef]]:

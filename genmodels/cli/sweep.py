@@ -6,7 +6,6 @@ finished point. A resumed sweep, and a job that a cluster starts again, therefor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -35,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from genmodels.cli.compose import Composer
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import HUB, in_hydra, new_folder, place_of, write_text, write_whole
+from genmodels.core.files import HUB, in_hydra, new_folder, place_of, short_hash, write_text, write_whole
 from genmodels.verification.check import table
 
 _LONGEST = 80  # characters of a point's folder name
@@ -152,7 +151,7 @@ def folder_name(title: str) -> str:
     """
     plain = title.replace("=", "-").replace(" ", "_")
     name = re.sub(r"[^\w.-]", "_", plain, flags=re.ASCII)[:_LONGEST]
-    return name if name == plain else f"{name}_{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+    return name if name == plain else f"{name}_{short_hash(title)}"
 
 
 @contextmanager

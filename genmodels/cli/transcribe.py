@@ -18,42 +18,27 @@ from genmodels.core.files import located
 from genmodels.data.utterances import padded_mels
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.models.transcription import SEARCH, check_search, length_multiple, search_of, with_silence
+from genmodels.models.transcription import SearchOptions, length_multiple, search_of, with_silence
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranscriptionOptions:
+class TranscriptionOptions(SearchOptions):
     """Options of recognition.
 
     Arguments:
-        beam: texts kept in the search, at most 1,000; 1 takes the most probable character of every frame.
         nbest: texts for each file, the most probable first, with their log-probabilities; at most `beam`.
-        lm: a file of texts, one per line, from which a character language model for the search is made; or a checkpoint
-            of model=language_model.
-        lm_order: order n of its n-grams, 6 by default.
-        lm_weight: weight of its log-probabilities, 0.3 by default.
-        rescore: search without the language model and rank the texts that are found with it; false for a search with it
-            (shallow fusion).
-        length: exponent of the length normalisation in a beam search of models with an attention decoder alone, or
-            with triggers, 0 (none, the default) to 1.
         times: also when every word begins and ends, in seconds; for models with CTC.
         batch_size: recordings that are recognised together; 1 for hours of sound in each.
     """
 
-    beam: int = 1
     nbest: int = 1
-    lm: str | None = None
-    lm_order: int | None = None
-    lm_weight: float | None = None
-    rescore: bool = False
-    length: float | None = None
     times: bool = False
     batch_size: int = 16
 
     def __post_init__(self):
         check_number("batch_size", self.batch_size, 1, 10_000)
-        check_search(nbest=self.nbest, **{key: getattr(self, key) for key in SEARCH})
+        super().__post_init__()
 
 
 class Transcript(NamedTuple):
@@ -128,7 +113,7 @@ def heard(
     Raises:
         InputError: for an option that the model does not have.
     """
-    search = search_of(model, **{key: getattr(how, key) for key in SEARCH}, trust=trust)
+    search = search_of(model, how, trust)
     for first in range(0, len(mels), how.batch_size):
         part = mels[first : first + how.batch_size]
         x, mask = padded_mels([mel.x[0] for _, mel, _ in part], torch.tensor([mel.x.shape[-1] for _, mel, _ in part]))

@@ -8,8 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -239,17 +238,6 @@ def _self_test(progress: bool) -> dict[str, dict[str, list[str]]]:
     return detected
 
 
-@contextmanager
-def _refusals_of(what: str) -> Iterator[None]:
-    """Turn a ValueError of a check into an InputError that names the user's class."""
-    try:
-        yield
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{what}: {error}") from error
-
-
 def _made(maker: Callable, what: str, *args: Any, **options: Any) -> Any:
     try:
         return maker(*args, **options)
@@ -322,7 +310,7 @@ def _own_bijection(
         raise InputError(f"cond={cond} goes with a bijection that uses a condition; {what} makes one that uses none "
                          "(uses_cond is false, or forward has no cond): leave cond out")
     torch.manual_seed(how.seed)
-    with _refusals_of(what):
+    with as_input_errors(what):
         return verify_bijection(make, shape, conditions, how)
 
 
@@ -392,7 +380,7 @@ def own_attention(
     fresh = (lambda: make(max_len=2 * usual)) if isinstance(usual, int) else None
     torch.manual_seed(how.seed)
     module = make()
-    with counting(len(mechanisms.CHECKS.specs), how.progress) as watch, _refusals_of(what):
+    with counting(len(mechanisms.CHECKS.specs), how.progress) as watch, as_input_errors(what):
         return Findings([mechanisms.check(
             module, dim, capabilities=capabilities, space=None if space is None else tuple(space), fresh=fresh,
             compiler=how.compiler, seed=how.seed, watch=watch,

@@ -102,8 +102,8 @@ def check_temperature(value: float, name: str = "temperature", *, positive: bool
 
 
 @contextmanager
-def as_input_errors() -> Iterator[None]:
-    """Turn a ValueError of a model into an InputError with the same message.
+def as_input_errors(of: str = "") -> Iterator[None]:
+    """Turn a ValueError of a model into an InputError with the same message, after what it is of.
 
     Example:
         >>> with as_input_errors():
@@ -116,7 +116,7 @@ def as_input_errors() -> Iterator[None]:
     except InputError:
         raise
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise InputError(f"{of}: {error}" if of else str(error)) from error
 
 
 #: Keys and choices of earlier versions, for hints (docs/migration.md).
@@ -141,14 +141,14 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
     return found[0] if found else None
 
 
-def hint(name: str, names, start: str = ":", cutoff: float = 0.5) -> str:
+def hint(name: str, names, start: str = ":") -> str:
     """`start` and a question that offers the most similar of `names`; empty if none is similar.
 
     Example:
         >>> f"unknown model 'dpmm'{hint('dpmm', ['ddpm', 'glow'])}"
         "unknown model 'dpmm': did you mean 'ddpm'?"
     """
-    near = nearest(name, names, cutoff)
+    near = nearest(name, names)
     return "" if near is None else f"{start} did you mean {near!r}?"
 
 

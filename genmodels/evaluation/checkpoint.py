@@ -25,7 +25,7 @@ from genmodels.evaluation.materials import require_same_items
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
-from genmodels.models.transcription import SEARCH, check_search
+from genmodels.models.transcription import SearchOptions
 from genmodels.training.run import training_time
 
 _LIKELIHOOD, _SAMPLES = ("likelihood", "audit", "ood", "checks"), ("fidelity", "cost", "sweeps")
@@ -35,13 +35,13 @@ _STAGES = {
                      "densities"), _LIKELIHOOD),
     **dict.fromkeys(("sampler", "steps", "temperature", "guidance"), _SAMPLES),
     **dict.fromkeys(("samples", "features", "force", "recognizer"), ("fidelity", "sweeps")),
-    **dict.fromkeys(("nbest", *SEARCH), ("fidelity", "sweeps", "audit")),
+    **dict.fromkeys((option.name for option in fields(SearchOptions)), ("fidelity", "sweeps", "audit")),
     "checks": ("checks",),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(SearchOptions):
     """The settings of an evaluation, the same for every model of a table.
 
     Arguments:
@@ -77,14 +77,7 @@ class Request:
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
         recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
-        beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
         nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
-        lm: a language model for the search of a recogniser, as in transcribe: a file of texts, or a checkpoint; needs a
-            beam.
-        lm_order: order n of the n-grams of a file, 6 by default.
-        lm_weight: weight of its log-probabilities, 0.3 by default.
-        rescore: rank the texts of a search without the language model with it, instead of a search with it.
-        length: exponent of the length normalisation of the search by an attention decoder, as in transcribe.
         checks: default (at most a minute) or full.
         rank: rank lines within each kind of likelihood, or across kinds, with a note on how each kind may err.
         batch_size: items per batch.
@@ -126,13 +119,7 @@ class Request:
     ood_data: dict | None = None
     audit: bool = False
     recognizer: str | None = None
-    beam: int = 1
     nbest: int = 1
-    lm: str | None = None
-    lm_order: int | None = None
-    lm_weight: float | None = None
-    rescore: bool = False
-    length: float | None = None
     checks: Literal["default", "full"] = "default"
     rank: Literal["kind", "across"] = "kind"
     batch_size: int = 256
@@ -171,7 +158,7 @@ class Request:
             check_temperature(self.temperature)
         if self.guidance is not None:
             check_number("guidance", self.guidance, -1e6)
-        check_search(nbest=self.nbest, **{key: getattr(self, key) for key in SEARCH})
+        super().__post_init__()
         usual = {field.name: field.default for field in fields(self)}
         for key, stages in _STAGES.items():
             if getattr(self, key) not in (usual[key], {}) and not any(self.wants(stage) for stage in stages):

@@ -37,16 +37,6 @@ from genmodels.verification.check import Check
 from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
 
 
-def uniform_bits_per_dim(levels: int) -> float:
-    """Bits/dim of the uniform model on L levels: log2 L.
-
-    Example:
-        >>> round(uniform_bits_per_dim(17), 8)
-        4.08746284
-    """
-    return math.log2(levels)
-
-
 class PixelHistogram:
     """An independent histogram for each scalar, with additive smoothing.
 
@@ -103,7 +93,7 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
         return [_reference("a Gaussian for each band", "nats_per_dim", found)]
     if spec.levels is None:
         return [] if spec.entropy is None else [Reference("exact entropy", "nats", spec.entropy)]
-    rows = [Reference("uniform", spec.unit, uniform_bits_per_dim(spec.levels))]
+    rows = [Reference("uniform", spec.unit, math.log2(spec.levels))]
     if spec.encoding is not None:
         rows += of_bytes(datamodule, split, spec, limit)
     elif spec.dims * spec.levels <= 2_000_000:
@@ -194,30 +184,19 @@ class Evaluation:
         opened, cache, shared, ranks: see `EvaluationState`.
 
     Attributes:
+        opened: the model and its data.
+        report: the results of the stages done so far.
+        arrays: values for figures by name.
         pictures: by name, written as files next to the report.
     """
 
     def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None, ranks: Ranks | None = None):
         self.state = EvaluationState(opened, cache, {} if shared is None else shared, ranks or Ranks())
+        self.opened, self.report, self.arrays = opened, self.state.report, self.state.arrays
         self.pictures: dict[str, Image.Image] = {}
         self.likelihood = LikelihoodStage(self.state)
         self.fidelity = FidelityStage(self.state)
         self.other_data = OtherDataStage(self.state, self.likelihood)
-
-    @property
-    def opened(self) -> Opened:
-        """The model and its data."""
-        return self.state.opened
-
-    @property
-    def report(self) -> Report:
-        """The results of the stages done so far."""
-        return self.state.report
-
-    @property
-    def arrays(self) -> dict[str, Tensor]:
-        """Values for figures by name."""
-        return self.state.arrays
 
     @contextmanager
     def _timed(self, stage: str):

@@ -24,7 +24,7 @@ from genmodels.evaluation.samples import playable
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.glow_tts import stream_text
 from genmodels.models.mels import even_lengths
-from genmodels.models.transcription import SEARCH, TrainedRecogniser, search_of
+from genmodels.models.transcription import TrainedRecogniser, search_of
 from genmodels.speech.audio import MelConfig, log_pitch, read_wav
 from genmodels.speech.decoding import oracle
 from genmodels.speech.measures import (
@@ -110,8 +110,7 @@ def speech_of(state: EvaluationState) -> SpeechFigures:
 def transcription_of(state: EvaluationState) -> Transcription:
     """The transcripts of the evaluated items by a recogniser, compared with their texts."""
     opened, request, model = state.opened, state.request, state.opened.model
-    asked = {key: getattr(request, key) for key in SEARCH}
-    how = search_of(model, **asked, trust=request.trust)
+    how = search_of(model, request, request.trust)
     search = "greedy" if request.beam == 1 else f"beam {request.beam}"
     search += f", length normalisation {request.length:g}" if request.length else ""
     if request.lm is not None:

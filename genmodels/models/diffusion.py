@@ -98,7 +98,7 @@ class DiffusionModel(GenerativeModel):
         ema_decay: float | list[float] = 0.9999,
     ):
         super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.save_hyperparameters()
         at_least(2, num_steps=num_steps)
         self.condition_on_class(class_conditional, cond_drop)
         check_number("noise", noise, 0)

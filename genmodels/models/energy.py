@@ -103,7 +103,7 @@ class EnergyModel(ScoreMatched):
         ema_decay: float | list[float] = 0.999,
     ):
         super().__init__(spec, Encoding(spec, alpha=alpha, whitening=whitening, gaps=gaps), noise)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.save_hyperparameters()
         if spec.mel is not None:
             raise InputError("model=energy would take the silence that pads mels for data: use model=ddpm, score, "
                              "flow_matching or glow")

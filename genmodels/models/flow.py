@@ -88,7 +88,7 @@ class FlowModel(GenerativeModel):
         ema_decay: float | list[float] = 0.999,
     ):
         super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.save_hyperparameters()
         one_of("dequantisation", dequantisation, ("uniform", "level", "variational"))
         one_of("preprocess", preprocess, ("logit", "centre"))
         one_of("base", base, ("normal", "diagonal", "class"))

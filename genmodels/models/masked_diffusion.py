@@ -81,7 +81,7 @@ class MaskedDiffusionModel(GenerativeModel):
         ema_decay: float | list[float] = 0.9999,
     ):
         super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.save_hyperparameters()
         if spec.levels is None:
             raise InputError(f"masked diffusion is for integers, not for {spec.name}: use model=flow_matching")
         one_of("masking", masking, MASKINGS)
@@ -209,7 +209,7 @@ class LanguageModel(GenerativeModel):
         ema_decay: float | list[float] = 0.999,
     ):
         super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.save_hyperparameters()
         if spec.encoding is None:
             raise InputError(f"model={self.family} is for data=text, not for {spec.name}: use model=masked_diffusion")
         self.core = net if isinstance(net, nn.Module) else construct(CausalTransformer, spec.levels, **(net or {}))

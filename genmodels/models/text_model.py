@@ -278,7 +278,7 @@ class TextModel(GenerativeModel):
         ema_decay: float | list[float] = 0.999,
     ):
         super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.save_hyperparameters()
         if spec.text is None:
             raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
         self.units = MelUnits(spec, noise=noise)

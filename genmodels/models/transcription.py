@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,49 +22,68 @@ from genmodels.speech.decoding import LARGEST_BEAM, ByteLanguage, NGram, Search
 from genmodels.speech.text import in_form
 
 _FOREIGN = 0.1  # share of letters of a language model's text that may be unknown to the recogniser
-#: The options of a search, in `transcribe` and in `evaluate`.
-SEARCH = ("beam", "lm", "lm_order", "lm_weight", "rescore", "length")
 
 
-def check_search(
-    *, beam: int, nbest: int, lm: str | None, lm_order: int | None, lm_weight: float | None, rescore: bool,
-    length: float | None,
-) -> None:  # fmt: skip
-    """Raise InputError for options of a search that are out of range or do not go together."""
-    check_number("beam", beam, 1, LARGEST_BEAM)
-    if not 1 <= nbest <= beam:
-        raise InputError(f"nbest must lie in 1..beam, got {nbest} with beam={beam}")
-    if lm is not None and beam == 1:
-        raise InputError(f"lm={lm} needs a beam search: give beam=8 too")
-    for key, value in (("lm_weight", lm_weight), ("lm_order", lm_order), ("rescore", rescore or None)):
-        if value is not None and lm is None:
-            raise InputError(f"{key}={str(value).lower()} is for a language model: give lm= too")
-    for key, value, least, most in (("lm_weight", lm_weight, 0, 1e6), ("lm_order", lm_order, 1, 100),
-                                    ("length", length, 0, 1)):
-        if value is not None:
-            check_number(key, value, least, most)
-    if length and beam == 1:
-        raise InputError(f"length={length:g} compares the texts of a beam search: give beam=8 too")
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of the search for the text of a recording.
+
+    Arguments:
+        beam: texts kept in the search, at most 1,000; 1 takes the most probable character of every frame.
+        nbest: texts for each recording, the most probable first, at most `beam`.
+        lm: a file of texts, one per line, from which a character language model for the search is made; or a checkpoint
+            of model=language_model. It needs a beam.
+        lm_order: order n of the n-grams of a file, 6 by default.
+        lm_weight: weight of the language model's log-probabilities, 0.3 by default.
+        rescore: search without the language model and rank the texts that are found with it; false for a search with it
+            (shallow fusion).
+        length: exponent of the length normalisation in a beam search of models with an attention decoder alone, or
+            with triggers, 0 (none, the default) to 1.
+
+    Raises:
+        InputError: for options that are out of range or do not go together.
+    """
+
+    beam: int = 1
+    nbest: int = 1
+    lm: str | None = None
+    lm_order: int | None = None
+    lm_weight: float | None = None
+    rescore: bool = False
+    length: float | None = None
+
+    def __post_init__(self):
+        check_number("beam", self.beam, 1, LARGEST_BEAM)
+        if not 1 <= self.nbest <= self.beam:
+            raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
+        if self.lm is not None and self.beam == 1:
+            raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
+        for key in ("lm_weight", "lm_order", "rescore"):
+            value = getattr(self, key)
+            if value not in (None, False) and self.lm is None:
+                raise InputError(f"{key}={str(value).lower()} is for a language model: give lm= too")
+        for key, least, most in (("lm_weight", 0, 1e6), ("lm_order", 1, 100), ("length", 0, 1)):
+            if getattr(self, key) is not None:
+                check_number(key, getattr(self, key), least, most)
+        if self.length and self.beam == 1:
+            raise InputError(f"length={self.length:g} compares the texts of a beam search: give beam=8 too")
 
 
-def search_of(
-    model: Recognizer, *, beam: int = 1, lm: str | None = None, lm_order: int | None = None,
-    lm_weight: float | None = None, rescore: bool = False, length: float | None = None, trust: Iterable[str] = (),
-) -> Search:
+def search_of(model: Recognizer, how: SearchOptions, trust: Iterable[str] = ()) -> Search:
     """The search of a recogniser, with its language model.
 
     Raises:
         InputError: for an option that the model does not have, or a language model that cannot be read.
     """
-    if length and not model.compares_lengths:
-        raise InputError(f"length={length:g} is for model.criterion=attention, or joint with a delay, and this model "
-                         f"has criterion={model.criterion}")
-    language = None if lm is None else language_of(model, lm, lm_order or 6, trust)
-    if lm_order is not None and isinstance(language, ByteLanguage):
-        raise InputError(f"lm_order={lm_order} is for n-grams of a text, and lm={lm} is a checkpoint")
-    own = {"weight": lm_weight, "length": length, "language": language, "rescore": rescore}
+    if how.length and not model.compares_lengths:
+        raise InputError(f"length={how.length:g} is for model.criterion=attention, or joint with a delay, and this "
+                         f"model has criterion={model.criterion}")
+    language = None if how.lm is None else language_of(model, how.lm, how.lm_order or 6, trust)
+    if how.lm_order is not None and isinstance(language, ByteLanguage):
+        raise InputError(f"lm_order={how.lm_order} is for n-grams of a text, and lm={how.lm} is a checkpoint")
+    own = {"weight": how.lm_weight, "length": how.length, "language": language, "rescore": how.rescore}
     with as_input_errors():
-        return Search(beam=beam, **{key: value for key, value in own.items() if value is not None})
+        return Search(beam=how.beam, **{key: value for key, value in own.items() if value is not None})
 
 
 def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[str] = ()) -> NGram | ByteLanguage:

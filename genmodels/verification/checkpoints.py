@@ -300,7 +300,6 @@ def verify_diffusion(
 
     _begin(model, initial)
     denoiser, cond = model.denoiser_and_cond(batch)
-    drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
     shape = tuple(batch.x.shape[1:]) if model.spec.text is None else (model.spec.event_shape[0], cond.shape[2])
     energy = [] if not hasattr(model, "level") else [
         ("energy", lambda: check_energy(model.level(0.0, "raw"), shape, seed=options.seed))]
@@ -309,7 +308,7 @@ def verify_diffusion(
         ("denoiser", lambda: check_denoiser(denoiser, shape, cond=cond, seed=options.seed)), *energy,
         ("DPM-Solver++", lambda: check_sampler(DPMSolverPP2MSampler())),
         ("DDPM", lambda: check_sampler(DDPMSampler())),
-        ("model", lambda: _of_model(model, batch, options, drawn)),
+        ("model", lambda: _of_model(model, batch, options, _drawn(model))),
     ])  # fmt: skip
 
 
@@ -330,18 +329,16 @@ def verify_energy_model(
 def verify_samples(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of the samples of a model without checks of its own."""
+    """The checks of the samples, and the ELBO if any, of a model without checks of its own."""
     _begin(model, initial)
-    return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, {}))])
+    return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, _drawn(model)))])
 
 
-def verify_masked_diffusion(
-    model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
-) -> Findings:
-    """The checks of the ELBO and the samples of a masked diffusion."""
-    _begin(model, initial)
-    drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
-    return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, drawn))])
+def _drawn(model: GenerativeModel) -> dict:
+    """The terms of the bound that are estimated, of a model that has one."""
+    if not _has_bound(model):
+        return {}
+    return {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
 
 
 def _begin(model: GenerativeModel, initial: Batch | None) -> None:
@@ -368,21 +365,6 @@ def _of_model(model: GenerativeModel, batch: Batch, options: Options, own: dict)
                   tuple(verify_checkpoint(subject)))
 
 
-@dataclass(frozen=True)
-class Family:
-    """A kind of model that can be verified.
-
-    Arguments:
-        name: its name in messages.
-        fits: whether a model is of this kind.
-        verify: `verify(model, fresh, batch, initial, options)`, see `verify`.
-    """
-
-    name: str
-    fits: Callable[[GenerativeModel], bool]
-    verify: Callable[..., Findings]
-
-
 def verify(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
@@ -398,20 +380,20 @@ def verify(
     Raises:
         InputError: for a family without checks.
     """
-    for family in FAMILIES:
-        if family.fits(model):
-            return family.verify(model, fresh, batch, initial, options)
+    for _, fits, checks in FAMILIES:
+        if fits(model):
+            return checks(model, fresh, batch, initial, options)
     raise InputError(f"there is nothing to verify for the family {model.family}: "
-                     f"there are checks for {', '.join(family.name for family in FAMILIES)}")
+                     f"there are checks for {', '.join(name for name, _, _ in FAMILIES)}")
 
 
-#: Families in the order they are tried; a new one adds a line.
-FAMILIES = [
-    Family("normalizing flows (core.flow)", is_flow, _verify_flow),
-    Family("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
-    Family("masked diffusion (masking)", is_masked_diffusion, verify_masked_diffusion),
-    Family("energy-based models (core.energy)", is_energy, verify_energy_model),
-    Family("consistency models and students", lambda model: isinstance(model, StepModel), verify_samples),
-    Family("language models (reader)", lambda model: hasattr(model, "reader"), verify_samples),
-    Family("flows from other data (spec.source)", lambda model: model.spec.source is not None, verify_samples),
+#: Families in the order they are tried: a name for messages, whether a model is one, its checks.
+FAMILIES: list[tuple[str, Callable[[GenerativeModel], bool], Callable[..., Findings]]] = [
+    ("normalizing flows (core.flow)", is_flow, _verify_flow),
+    ("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
+    ("masked diffusion (masking)", is_masked_diffusion, verify_samples),
+    ("energy-based models (core.energy)", is_energy, verify_energy_model),
+    ("consistency models and students", lambda model: isinstance(model, StepModel), verify_samples),
+    ("language models (reader)", lambda model: hasattr(model, "reader"), verify_samples),
+    ("flows from other data (spec.source)", lambda model: model.spec.source is not None, verify_samples),
 ]

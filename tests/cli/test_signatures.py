@@ -160,7 +160,7 @@ def house(tmp_path, monkeypatch):
         ("house.rooms.Passing", ["size", "wall", "lamp"]),
         ("house.rooms.Closed", ["door"]),
         ("house.rooms.Plain", ["a", "b"]),
-        ("house.rooms.More", ["a", "b", "c"]),
+        ("house.rooms.More", ["c", "a", "b"]),
         ("house.rooms.Positional", []),
         ("house.Kitchen", ["door"]),
         ("house.rooms.Surface", ["colour"]),

@@ -42,7 +42,6 @@ from genmodels.evaluation.evaluate import (
     best_histogram,
     check_options,
     references,
-    uniform_bits_per_dim,
 )
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.sample_quality import FidelityStage, sample_parts
@@ -91,10 +90,6 @@ def test_smoothing_is_chosen_on_validation_data():
     assert best_histogram(train, torch.zeros(9, 1, dtype=torch.long), 2).log_prob(torch.zeros(1, 1)).item() > -0.01
     surprised = best_histogram(train, torch.tensor([[0], [1]]), 2)
     assert surprised.log_prob(torch.ones(1, 1)).item() > math.log(3 / 60)
-
-
-def test_uniform():
-    assert uniform_bits_per_dim(256) == 8
 
 
 def test_the_histogram_has_its_error_over_the_items():
