@@ -413,11 +413,12 @@ def train(model: str | None = None, *words: str, device: str = "auto", **setting
     """
     from genmodels.cli import train as command
     from genmodels.cli.compose import composer, words_by_name
+    from genmodels.training.processes import training_of_a_script
 
     with composer("train") as hydra:
         chosen = ([] if model is None else [f"model={model}"]) + list(words)
         config = hydra.compose(words_by_name(hydra, chosen, settings))
-    with _interruptible(), torch.random.fork_rng(devices=[]):  # a run seeds it for its weights
+    with _interruptible(), training_of_a_script(), torch.random.fork_rng(devices=[]):  # a run seeds it for its weights
         folder = command.run(**config).run
     best = Path(folder) / "best.ckpt"
     return load(best if best.is_file() else best.with_name("last.ckpt"), device=device, trust=config.get("trust") or ())

@@ -47,6 +47,11 @@ class Started:
         """The exit code, negative after a signal; None while it runs."""
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """The same."""
         return self._process.exitcode

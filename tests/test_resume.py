@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import signal
@@ -165,6 +166,34 @@ def test_killed_at_the_end_of_an_epoch_then_stopped_by_a_signal(straight, tmp_pa
     assert main(["train", f"resume={folder}"]) == 0  # its settings are known
     assert fingerprint(folder / "last.ckpt") == fingerprint(straight[0] / "last.ckpt")
     assert metrics(folder) == metrics(straight[0])
+
+
+def test_a_signal_to_all_processes_of_a_run_stops_it_after_saving(tmp_path):
+    """As `timeout` and schedulers send it: the loaders' processes must not end before the step is saved."""
+    words = [str(ROOT / "train.py"), *SMALL, "run_dir=run", "data.num_workers=2", "trainer.max_steps=100000"]
+    program = f"import os, runpy, sys; os.setpgrp(); sys.argv = {words}; runpy.run_path(sys.argv[0], {{}}, '__main__')"
+    last, deadline = tmp_path / "run" / "last.ckpt", time.monotonic() + 120
+    with Started("-c", program, cwd=tmp_path) as run:
+        while not last.is_file() or read_header(last, check=False)["step"] < 7:
+            assert time.monotonic() < deadline and run.returncode is None
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGTERM)
+        _, message = run.communicate()
+    step = read_header(last)["step"]
+    assert run.returncode == 130 and f"interrupted at step {step}" in message, message
+
+
+def test_a_run_in_double_precision_resumes_in_it(tmp_path):
+    base = ["model=nsf", "data=toy", "model.hidden=8", "~preset", "data.batch_size=16", "trainer.precision=64-true",
+            "logger=csv", "trainer.progress=false", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu",
+            "trainer.limit_validation=1"]  # fmt: skip
+    for folder, *words in (("whole", "trainer.max_steps=8"), ("run", "trainer.max_steps=4"),
+                           ("run", "trainer.max_steps=8", "resume=last")):
+        train(tmp_path / folder, *words, base=base)
+    whole, again = (read_checkpoint(tmp_path / folder / "last.ckpt")["state_dict"] for folder in ("whole", "run"))
+    for name, value in whole.items():
+        assert torch.equal(value, again[name]), name
+        assert value.dtype in (torch.float64, torch.int64, torch.bool), name
 
 
 @pytest.mark.slow

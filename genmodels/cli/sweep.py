@@ -97,8 +97,8 @@ class Point:
         return " ".join(word for word in plain if word.split("=")[0] in self.swept) or " ".join(plain)
 
     def place(self, words: Sequence[str], config: dict) -> Path | None:
-        """The run folder of a point of `train`; None if the point names its own."""
-        if self.command != "train" or config.get("run_dir") or config.get("resume"):
+        """The run folder of a point of `train`; None if the point goes on with a run."""
+        if self.command != "train" or config.get("resume"):
             return None
         return Path(self.folder) / (folder_name(self.title(words)) or "defaults")
 
@@ -286,8 +286,11 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
     words = [override.input_line for override in parsed]
     for given in parsed:
         key = given.key_or_group
-        if key in ("out", "path", "run_dir") and not given.is_sweep_override() and given.value() is not None:
+        if key in ("out", "path") and not given.is_sweep_override() and given.value() is not None:
             raise InputError(f"{key}={given.value()} is one place for all points of the sweep: leave it out")
+        if key == "run_dir" and (given.is_sweep_override() or given.value() is not None):
+            raise InputError("run_dir: a sweep names the folders of its points by their settings, in a folder of its "
+                             "own: leave run_dir out, hydra.sweep.dir= chooses that folder")
     if not composer.points(words):
         empty = [o.key_or_group for o in parsed if o.is_sweep_override() and not list(o.sweep_iterator())]
         raise InputError(f"{', '.join(empty) or 'the sweep'} has no values: nothing would run")

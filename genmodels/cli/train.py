@@ -95,6 +95,7 @@ def run(
     decided = _configure(network, config, options)
     folder, path, lock = _claimed(f"{network.family}-{datamodule.spec.name}", run_dir, resume, options.num_nodes)
     header, changed = ({}, []) if path is None else _resumed(path, network, complete, decided, options, steps)
+    config["init"] = init or header.get("config", {}).get("init")  # what the run that is resumed began with
     before = os.listdir(folder)
     log, checkpointing = parts.Log(folder / "log.txt"), Checkpointing(folder, checkpoints)
     with ExitStack() as ended, _failures(folder, checkpointing):
@@ -167,6 +168,8 @@ def _fit(
     checkpointing: Checkpointing,
 ) -> None:  # fmt: skip
     """Train, from the checkpoint `path` if it is given."""
+    if lightning.precision == "64-true":
+        network.double()  # Lightning does it after it has read the checkpoint, whose weights would be rounded
     with (restoring(path, lambda: checkpointing.saved_step is not None),
           watched(lambda: getattr(lightning.strategy.launcher, "procs", []))):
         lightning.fit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -328,4 +329,8 @@ def _whole(batch: Batch) -> Batch:
 
 def _one_thread(worker: int) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the main one ends its workers
+    # Signals to the group of a run, such as Ctrl-C, are for the main process, which ends its workers after saving.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM signals processes, not groups

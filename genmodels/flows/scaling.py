@@ -336,6 +336,8 @@ class Standardise(DataInitialized):
         (tensor([[1., 0.]]), tensor([-2.3026]))
     """
 
+    of_data = ("location", "scale")  # which a model that starts from the weights of another one keeps
+
     def __init__(self, event_shape: Shape):
         super().__init__(event_shape[0])
         self.event_shape = tuple(event_shape)

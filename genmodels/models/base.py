@@ -87,7 +87,7 @@ class GenerativeModel(OfLightning, nn.Module):
         self.finished = False
         self.validated: Likelihood | None = None  # of all items of the last validation
         self._pending: list[Likelihood] = []
-        self.latest: tuple[Batch, Loss] | None = None
+        self.latest: list[tuple[Batch, Loss]] = []  # the micro-batches of the last step
 
     @property
     def hparams(self) -> dict:
@@ -189,7 +189,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
     @torch.no_grad()
     def start_from(self, other: GenerativeModel) -> None:
-        """Copy the averaged weights of a trained model, into the averages too.
+        """Copy the averaged weights of a trained model, into the averages too, but not the statistics of its data.
 
         Raises:
             InputError: for a model of another class, of other sizes, or of texts in other symbols.
@@ -198,11 +198,12 @@ class GenerativeModel(OfLightning, nn.Module):
             raise InputError(f"it holds {an(other.family)}, and this is {an(self.family)}")
         if self.spec.text is not None and self.spec.text["symbols"] != other.spec.text["symbols"]:
             raise InputError("its texts have other symbols: give the options of its data")
-        theirs, own = other.weights().state_dict(), self.core.state_dict()
+        # What is left out: memory=inverse finds anew which layers store their inputs.
+        theirs, own = ({name: value for name, value in core.state_dict().items() if not name.endswith("gauge.switched")}
+                       for core in (other.weights(), self.core))
+        theirs |= {f"{place}.{name}": own[f"{place}.{name}"] for place, part in self.core.named_modules()
+                   for name in getattr(part, "of_data", ())}
         for name in {**own, **theirs}:
-            if name.endswith("gauge.switched"):  # memory=inverse finds anew which layers store their inputs
-                theirs.pop(name, None)
-                continue
             there, here = (tuple(some[name].shape) if name in some else "absent" for some in (theirs, own))
             if there != here:
                 raise InputError(f"{name} has shape {there} there and {here} here: give the options of that model")
@@ -339,7 +340,7 @@ class GenerativeModel(OfLightning, nn.Module):
         except torch.linalg.LinAlgError as error:
             raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
-        self.latest = (batch, loss)
+        self.latest = [*self.latest, (batch, loss)][-self.trainer.accumulate_grad_batches :]
         named = {"train/loss": loss.value} | {f"train/{k}": v.mean() for k, v in loss.parts.items()}
         # One collective for all values; `sync_dist` takes two for each.
         values = averaged(torch.stack([value.detach().to(loss.value.dtype) for value in named.values()]))
@@ -351,7 +352,7 @@ class GenerativeModel(OfLightning, nn.Module):
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.optimizer_options.clip or float("inf")))
         if not torch.isfinite(norm):
-            raise RunError(explain_nonfinite(self, *self.latest))
+            raise RunError(explain_nonfinite(self, self.latest))
         self.log("train/gradient_norm", norm)
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
 

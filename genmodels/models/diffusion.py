@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec, Latents, require_spread
 from genmodels.core.errors import InputError, an, at_least, check_number, one_of, require_finite_rows
 from genmodels.core.files import located
@@ -98,6 +99,7 @@ class DiffusionModel(GenerativeModel):
         ema_decay: float | list[float] = 0.9999,
     ):
         super().__init__(spec)
+        self.taught_by: dict[str, str] = {}  # hashes of the checkpoints that options name
         self.save_hyperparameters()
         at_least(2, num_steps=num_steps)
         self.condition_on_class(class_conditional, cond_drop)
@@ -145,7 +147,15 @@ class DiffusionModel(GenerativeModel):
             raise InputError("trainer.strategy=fsdp spreads the weights of the network: not with schedule=learned")
         return [self.core.net]
 
-    # ---- between the data's units and the network's --------------------------------------------------------------
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """As for every model, and which teacher it has."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["taught_by"] = dict(self.taught_by)
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """The inverse of `on_save_checkpoint`."""
+        super().on_load_checkpoint(checkpoint)
+        self.taught_by = dict(checkpoint.get("taught_by", {}))
 
     def initialize(self, batch: Batch) -> None:
         """Mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
@@ -410,12 +420,14 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
         path: the checkpoint, as `ckpt=` of the commands takes it: a run folder too.
 
     Raises:
-        InputError: for another kind of model, other data or other classes, or a student that needs predictions without
-            a class from a teacher that always has one.
+        InputError: for another kind of model, other data or other classes, a student that needs predictions without a
+            class from a teacher that always has one, or a file that has changed since the student began.
     """
     with torch.random.fork_rng():  # building the teacher must not change the random numbers of training
         trust = (student.run_config or {}).get("trust") or ()
-        teacher, _ = load_model(located(path), device=str(student.device), trust=trust)
+        teacher, _ = load_model(place := located(path), device=str(student.device), trust=trust)
+    if student.taught_by.setdefault(option, content := checkpoint_hash(place)) != content:
+        raise InputError(f"{option}={path}: {place} has changed since this run began: restore it, or begin a new run")
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
         raise InputError(f"{option}={path} holds {an(teacher.family)} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")

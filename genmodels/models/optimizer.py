@@ -165,9 +165,16 @@ def _first_nonfinite(module: nn.Module):
             handle.remove()
 
 
-def explain_nonfinite(model, batch, loss) -> str:
-    """One line for a loss or gradient that is not finite: step, item, time, log-SNR, layer, and what to try."""
+def explain_nonfinite(model, made) -> str:
+    """One line for a loss or gradient that is not finite: step, item, time, log-SNR, layer, and what to try.
+
+    Arguments:
+        model: the model in training.
+        made: (batch, loss) of each micro-batch of the step.
+    """
     step = model.trainer.global_step
+    first = next((k for k, (_, loss) in enumerate(made) if not torch.isfinite(loss.per_example).all()), len(made) - 1)
+    (batch, loss), since = made[first], len(made) - first
     bad = (~torch.isfinite(loss.per_example)).nonzero().flatten()
     what = "loss" if len(bad) else "gradient"
     place, advice = "", _ADVICE
@@ -182,7 +189,7 @@ def explain_nonfinite(model, batch, loss) -> str:
             schedule = getattr(model.core, "schedule", None)
             if schedule is not None:
                 place += f" (log-SNR {float(schedule.log_snr(t[None])[0]):.2f})"
-    model.batches_seen -= 1  # the same noise again
+    model.batches_seen -= since  # the same noise again
     try:
         with torch.no_grad(), _first_nonfinite(model.core) as layers:
             model.loss(batch, model.training_generator(len(batch)))
@@ -190,7 +197,7 @@ def explain_nonfinite(model, batch, loss) -> str:
         # An error in this second pass is not the one to report; then no layer is named.
         pass
     finally:
-        model.batches_seen += 1
+        model.batches_seen += since
     weights = [n for n, p in model.core.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
     if layers:
         place += f", first in layer {layers[0]}"

@@ -130,6 +130,8 @@ class NoiseLevelSchedule(LinearLogSnrSchedule):
         [0.1, 1.0, 10.0]
     """
 
+    of_data = ("largest",)  # which a model that starts from the weights of another one keeps
+
     def __init__(self, *, smallest: float, largest: float):
         super().__init__(log_snr_max=-2 * math.log(smallest), log_snr_min=-2 * math.log(largest))
         self.register_buffer("largest", torch.tensor(float(largest)))

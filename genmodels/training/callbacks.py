@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +115,8 @@ class Checkpointing(Callback):
         self._model = pl_module
         self._stops = SharedSignal() if rank_world()[1] > 1 else None
         numbers = [signal.SIGINT, signal.SIGTERM, *([_REQUEUE] if _REQUEUE and "SLURM_JOB_ID" in os.environ else [])]
-        self._handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
+        if threading.current_thread() is threading.main_thread():  # Python handles signals in no other
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number, frame) -> None:
         again, self._stop = self._stop is not None, number

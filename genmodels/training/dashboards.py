@@ -195,7 +195,7 @@ class LossProfile(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Count the losses of a batch, if the model reports their times."""
-        _, loss = pl_module.latest
+        _, loss = pl_module.latest[-1]
         schedule = getattr(pl_module.core, "schedule", None)
         if loss.times is not None and schedule is not None:
             self.add(schedule.log_snr(loss.times).detach(), loss.per_example.detach())

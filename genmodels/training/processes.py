@@ -28,6 +28,9 @@ _GRACE = 3.0  # seconds for this process to end with a message of its own
 _CHOICE = "GENMODELS_CHOICE"  # environment variable with the first process's choice, <pid>:<choice>, for its children
 _PATIENCE = timedelta(minutes=10)  # for a process that starts later than others
 _counter = itertools.count()
+_ONCE = ("training by several processes runs the whole script in each of them, and this one trains more than once: "
+         "give each training a script of its own, or start the script by torchrun --nproc-per-node=2")
+_trainings, _in_python = 0, False  # trainings that this process has begun in Python, and whether one is running
 _stores: list = []  # kept open, because other processes may still read from them
 
 
@@ -216,6 +219,31 @@ def environments() -> list:
         return [SLURMEnvironment(auto_requeue=False)]
     except RuntimeError as error:
         raise InputError(f"srun: {error}") from error
+
+
+@contextmanager
+def training_of_a_script() -> Iterator[None]:
+    """Count a training that is begun in Python.
+
+    Lightning starts several processes by running the whole script again, which then ends in its first training.
+
+    Raises:
+        InputError: after a training that may have had several processes.
+    """
+    global _trainings, _in_python
+    if _trainings and launch() is None and "LOCAL_RANK" in os.environ:
+        raise InputError(_ONCE)
+    _trainings, _in_python = _trainings + 1, True
+    try:
+        yield
+    finally:
+        _in_python = False
+
+
+def require_only_training() -> None:
+    """Raise InputError before several processes run a script again that has trained before."""
+    if _in_python and _trainings > 1 and launch() is None:
+        raise InputError(_ONCE)
 
 
 def agreed(choose: Callable[[], str], num_nodes: int = 1) -> str:

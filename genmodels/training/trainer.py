@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
@@ -33,7 +33,7 @@ from genmodels.data.loading import Loader, ResumableBatchSampler, training_loade
 from genmodels.models.build import construct
 from genmodels.models.checkpoint import read_resumable, write_checkpoint, write_parts
 from genmodels.training.callbacks import StepBar
-from genmodels.training.processes import environments
+from genmodels.training.processes import environments, require_only_training
 
 _TRIES = 100  # learning rates that the finder tries, one per step
 
@@ -181,6 +181,8 @@ class TrainerOptions:
                              "or fsdp, not from an interactive session: put the call into a file, or use train.py"
                              if self.strategy == "auto" else
                              f"trainer.strategy={self.strategy} copies this process, which has begun the run: use ddp")
+        if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+            require_only_training()
         return trainer
 
 

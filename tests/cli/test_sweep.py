@@ -89,7 +89,7 @@ def test_a_point_leaves_no_process_group_behind(points, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "wrong", ["seed=0,1,x", "model=ddpm,dppm", "model.net.chanels=8,16", "seed=0 trainer.max_steps=abc",
-              "seed=0,1 run_dir=here"]
+              "seed=0,1 run_dir=here", "run_dir=a,b"]
 )
 def test_nothing_starts_when_a_point_is_wrong(points, capsys, wrong):
     assert cli.main(["train", "-m", *wrong.split()]) == 2

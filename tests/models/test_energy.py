@@ -290,7 +290,7 @@ def test_a_loss_that_is_not_finite_is_explained(name):
     for index, said in ((batch.index, "for item 1"), (None, "")):
         loss = model.loss(replace(batch, index=index), model.training_generator(len(batch)))
         model.batches_seen = 1
-        line = explain_nonfinite(model, replace(batch, index=index), loss)
+        line = explain_nonfinite(model, [(replace(batch, index=index), loss)])
         assert model.batches_seen == 1 and line.startswith(f"step 7: the loss is not finite{' ' * bool(said)}{said}")
         assert ("look at that item" in line) == ("for item" in line) == bool(said)
 

@@ -99,6 +99,24 @@ def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path)
         ProgressiveModel(DIGITS, net=SMALL)
 
 
+def test_a_student_goes_on_with_the_teacher_it_began_with(tmp_path):
+    path, checkpoint = write(small(FlowMatchingModel), tmp_path / "t.ckpt"), {"optimizer_states": [{"state": {}}]}
+    begun, again, other = (ConsistencyModel(DIGITS, distill=path, net=SMALL) for _ in range(3))
+    begun.initialize(batch())
+    begun.on_save_checkpoint(checkpoint)
+    for student in (again, other):
+        student.on_load_checkpoint(checkpoint)
+    step = batch(), KeyedGenerator(0, torch.arange(6), "train")
+    assert again.loss(*step).value.isfinite()
+    torch.manual_seed(1)
+    changed = small(FlowMatchingModel)
+    with torch.no_grad():
+        next(changed.core.parameters()).add_(1)
+    write(changed, tmp_path / "t.ckpt")
+    with pytest.raises(InputError, match="distill=.* has changed since this run began"):
+        other.loss(*step)
+
+
 def test_a_teacher_may_be_a_run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from genmodels.data.vision import Digits
 from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.normalizing_flows import NSF
 from genmodels.models.optimizer import EMA
-from genmodels.training import trainer
+from genmodels.training import processes, trainer
 from genmodels.training.callbacks import FiniteMetrics
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 
@@ -226,6 +227,57 @@ def test_several_processes_are_not_started_from_an_interactive_session(tmp_path,
     TrainerOptions(accelerator="cpu").build(10, [], str(tmp_path))
 
 
+def test_several_processes_make_the_only_training_of_a_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_trainings", 0)
+    two = TrainerOptions(accelerator="cpu", devices=2)
+    with processes.training_of_a_script():
+        two.build(10, [], str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as Lightning leaves it, in each of the processes
+    with pytest.raises(InputError, match="this one trains more than once"), processes.training_of_a_script():
+        pass
+    monkeypatch.delenv("LOCAL_RANK")
+    with processes.training_of_a_script():
+        TrainerOptions(accelerator="cpu").build(10, [], str(tmp_path))
+        with pytest.raises(InputError, match="this one trains more than once"):
+            two.build(10, [], str(tmp_path))
+    two.build(10, [], str(tmp_path))  # by a command, in the same process
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
+    found, handler = [], signal.getsignal(signal.SIGTERM)
+    words = [*TINY, f"run_dir={tmp_path}/run", "trainer.max_steps=2"]
+    thread = threading.Thread(target=lambda: found.append(main(words)))
+    thread.start()
+    thread.join()
+    assert found == [0] and signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize("bad", [4, 6, 7])
+def test_an_item_without_finite_loss_is_named_in_any_of_the_accumulated_batches(tmp_path, monkeypatch, capsys, bad):
+    wrong = []
+
+    def loss(self, batch, generator, true=NSF.loss):
+        found = true(self, batch, generator)
+        if self.batches_seen == bad:
+            wrong.append(int(batch.index[5]))
+            spoilt = found.per_example * torch.tensor(math.nan).where(torch.arange(32) == 5, 1.0)
+            return dataclasses.replace(found, value=spoilt.mean(), per_example=spoilt)
+        return found
+
+    monkeypatch.setattr(NSF, "loss", loss)
+    assert main([*TINY, f"run_dir={tmp_path}/run", "trainer.max_steps=5", "trainer.accumulate=4"]) == 1
+    line = capsys.readouterr().err
+    assert f"step 1: the loss is not finite for item {wrong[0]} of " in line and "look at that item" in line
+    assert set(wrong) == {wrong[0]} and len(wrong) == 2  # the second time with the same noise, to find a layer
+
+
+@pytest.mark.parametrize("option", ["model.optimizer.warmup_steps=100000000", "model.optimizer.half_life=100000000"])
+def test_lengths_beyond_any_run_are_saved(tmp_path, option):
+    decay = ["model.optimizer.decay=exponential"] if "half_life" in option else []
+    assert main([*TINY, f"run_dir={tmp_path}/run", "trainer.max_steps=1", option, *decay]) == 0
+    assert read_header(tmp_path / "run" / "last.ckpt")["step"] == 1
+
+
 class Diverging:
     """Stands in for Lightning's finder: losses that are finite up to a rate of 0.05."""
 
@@ -253,14 +305,18 @@ def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
     assert main([*words, *still, f"run_dir={second}", "trainer.lr_find=false"]) == 0
     before, after = (read_checkpoint(run / "last.ckpt") for run in (first, second))
     assert after["genmodels"]["step"] == 20 and after["genmodels"]["config"]["init"] == f"{first}/last.ckpt"
-    own = {name: value for name, value in after["state_dict"].items() if name.startswith("core.")}
+    own = {name: value for name, value in after["state_dict"].items()
+           if name.startswith("core.") and name.rpartition(".")[2] not in ("location", "scale")}
     assert own
     for name, value in own.items():  # the average of the smaller decay, as in sampling, also where it is averaged
         wanted = before["state_dict"][name.replace("core.", "ema.averages.0.", 1)]
         for found in (value, *(after["state_dict"][name.replace("core.", f"ema.averages.{k}.", 1)] for k in (0, 1))):
             torch.testing.assert_close(found, wanted)
     assert any(not torch.equal(value, before["state_dict"][name]) for name, value in own.items())  # not the raw ones
-    assert main([*words, *still, f"run_dir={second}", "trainer.max_steps=21", "resume=last"]) == 0
+    plain = [word for word in still if not word.startswith("init=")]
+    assert main([*words, *plain, f"run_dir={second}", "trainer.max_steps=21", "resume=last"]) == 0
+    again = read_checkpoint(second / "last.ckpt")["genmodels"]  # which still says what the run began with
+    assert again["step"] == 21 and again["config"]["init"] == f"{first}/last.ckpt"
     capsys.readouterr()
     for more, said in ((["model.hidden=9"], "model; model.hidden is 8 there and 9 here\n"),
                        (["init=nowhere.ckpt"], "nowhere.ckpt"),
@@ -272,14 +328,18 @@ def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
         assert not (tmp_path / "third").exists()
 
 
-def test_a_run_from_other_weights_has_the_statistics_of_its_own_data(tmp_path):
-    words = ["train", "model=ddpm", "data=toy", "~preset", "data.batch_size=32", "logger=csv", "trainer.max_steps=2",
-             "trainer.limit_validation=1", "trainer.sample_every_n_steps=0"]  # fmt: skip
+@pytest.mark.parametrize(("family", "keys"), [
+    ("ddpm", ("location", "scale")), ("score", ("location", "core.schedule.largest")),
+    ("nsf", ("core.flow.bijection.layers.0.location", "ema.averages.0.flow.bijection.layers.0.scale")),
+])  # fmt: skip
+def test_a_run_from_other_weights_has_the_statistics_of_its_own_data(tmp_path, family, keys):
+    words = ["train", f"model={family}", "data=toy", "~preset", "data.batch_size=32", "logger=csv",
+             "trainer.max_steps=2", "trainer.limit_validation=1", "trainer.sample_every_n_steps=0"]  # fmt: skip
     found = {}
     for name, more in (("first", ["data.set=8gaussians"]), ("own", ["data.set=moons"]),
                        ("second", ["data.set=moons", f"init={tmp_path}/first/last.ckpt"])):
         assert main([*words, *more, f"run_dir={tmp_path}/{name}"]) == 0
         found[name] = read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"]
-    for key in ("location", "scale"):
+    for key in keys:
         assert torch.equal(found["second"][key], found["own"][key])
         assert not torch.equal(found["second"][key], found["first"][key])
