@@ -146,8 +146,8 @@ class ElboTerms:
 
     Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
     or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, the standard error over the
-    replicates, None when all terms were computed. Replicates that draw the same term share its noise, so it is too
-    small where strata hold few terms; the noise of the reconstruction is not in it.
+    replicates, None when all terms were computed, or strata hold fewer than four on average: replicates that draw the
+    same term share its noise, and their spread would be too small. The noise of the reconstruction is not in it.
     """
 
     prior: Tensor
@@ -255,7 +255,8 @@ def elbo(
     if mode == "stratified":
         width = bounds.diff().to(values)
         drawn = values[:, None, 1:].expand(-1, replicates, -1).gather(2, chosen.to(x0.device)) * width  # (B, R, S)
-        stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
+        if num_terms >= 4 * draws:
+            stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
         diffusion = drawn.mean(1)
         levels = torch.stack([part.mean() for part in levels.split(bounds.diff().tolist())])
     return ElboTerms(prior_term(x0, log_snr[-1], mask), diffusion, values[:, 0], levels, stderr)

@@ -188,11 +188,13 @@ def strata(s: ModelSubject) -> Measured:
     """In standard errors of the estimate."""
     terms = s.model.num_steps - 1
     few = s.batch.rows(slice(0, 4))
+    if terms < 4:
+        raise NotApplicable("strata of single terms")
     if s.model.spec.dims * terms * len(few) > 5e6 and s.patience < 300:
         raise NotVerified("all terms of 4 items would take long: checks=full")
     own = {key: value for key, value in s.options.items() if key not in ("draws", "replicates")}
     whole = s.model.log_likelihood(few, **own, draws=None).cpu()
-    estimate = s.model.log_likelihood(few, **own, draws=max(1, min(50, terms // 2)), replicates=8).cpu()
+    estimate = s.model.log_likelihood(few, **own, draws=min(50, terms // 4), replicates=8).cpu()
     error = float(estimate.stderr.square().sum().sqrt())
     z = abs(float((whole.nats - estimate.nats).sum())) / max(error, 1e-12)
     return Measured(z, f"{len(few)} items, standard errors")

@@ -289,8 +289,22 @@ def test_stratified_catches_a_missing_weight():
 def test_one_draw_for_each_term_is_all_of_them():
     stratified, everything = both_modes(n=5, draws=40)
     torch.testing.assert_close(stratified.diffusion, everything.diffusion)
-    assert stratified.stderr.max() < 1e-12
+    assert stratified.stderr is None
     torch.testing.assert_close(stratified.log_snr, everything.log_snr)
+
+
+@pytest.mark.parametrize("draws, known", [(2, True), (10, True), (11, False), (20, False)])
+def test_the_error_of_the_draws_is_that_between_seeds_or_unknown(draws, known):
+    """Replicates that draw the same term share its noise: of 20 strata of two terms half of them do."""
+    denoiser = mixture()
+    x0, times = denoiser.sample(8, torch.Generator().manual_seed(1)), ddpm_times(41)
+    given = (denoiser, x0, Gaussian(), times)
+    found = [elbo(*given, KeyedGenerator(seed, torch.arange(8)), mode="stratified", draws=draws) for seed in range(150)]
+    assert all((one.stderr is not None) == known for one in found)
+    if known:
+        between = torch.stack([one.diffusion.sum(1) for one in found]).var(0).mean().sqrt()
+        claimed = torch.stack([one.stderr for one in found]).square().mean().sqrt()
+        assert 0.8 < float(claimed / between) < 1.15
 
 
 def test_path_form_has_the_mean_of_the_kl_form():

@@ -487,10 +487,10 @@ def test_a_density_of_the_plane_is_integrated_where_its_mass_is(tmp_path, kind, 
 
 
 def test_the_bound_of_infinitely_many_steps_has_a_line(gaussians, truth, tmp_path):
-    out, _ = evaluate(f"ckpt={gaussians}/diffusion", "bound=both", "draws=30", "ode=false", "stages=[likelihood]",
+    out, _ = evaluate(f"ckpt={gaussians}/diffusion", "bound=both", "draws=14", "ode=false", "stages=[likelihood]",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
     discrete, continuous = report(tmp_path / "r.json")["likelihood"]
-    assert "30 of 59 terms" in out and "continuous time, 30 strata" in out
+    assert "14 of 59 terms" in out and "continuous time, 14 strata" in out
     assert truth < continuous["nll"] + 4 * continuous["se_mc"] and continuous["se_mc"] < 0.3
     assert continuous["nll"] < discrete["nll"] + 4 * math.hypot(continuous["se_mc"], discrete["se_mc"])
     _, err = evaluate(f"ckpt={gaussians}/flow", "bound=both", cwd=tmp_path, code=2)
