@@ -298,6 +298,9 @@ def unpacked(stored: dict) -> Likelihood:
     return Likelihood(**{**stored, "profile": None if profile is None else Profile(*profile)})
 
 
+_LARGE, _FINEST = 1e7, 12  # values with powers of ten, and most digits of others
+
+
 def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
     """A value with its standard error in the last digits.
 
@@ -306,9 +309,15 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
         '2.1234(123)'
         >>> with_error(2.5, None), with_error(None, 0.1), with_error(2.5, math.inf)
         ('2.5000', 'not finite', '2.5000 (error unknown)')
+        >>> with_error(2.5, 0.000031), with_error(-1.23e9, 4e6)  # two digits of a small error, powers of a large value
+        ('2.500000(31)', '-1.2300e+09 +- 4.0e+06')
     """
-    if value is None:
+    if value is None or math.isnan(value):
         return "not finite"
+    if abs(value) >= _LARGE and error is not None:
+        return f"{value:.4e} +- {error:.1e}"
+    if error and error < 10**-digits:
+        digits = min(1 - math.floor(math.log10(error)), _FINEST)
     shown = f"{value:.{digits}f}"
     if error is None:
         return shown

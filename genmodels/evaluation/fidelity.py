@@ -264,12 +264,13 @@ def check_count(count: int, fewest: int) -> None:
         genmodels.core.errors.InputError: 100 items are too few to compare: at least 128 are needed
     """
     if count < fewest:
-        raise InputError(f"{count} items are too few to compare: at least {fewest} are needed")
+        are = "item is" if count == 1 else "items are"
+        raise InputError(f"{count} {are} too few to compare: at least {fewest} are needed")
 
 
 _NEIGHBOURS_CHUNK = 1 << 22  # products computed at once
 _CANDIDATES = 8  # nearest items by products, which are compared by differences
-_SHARE, _LIMIT, _COPYING = 0.01, 0.05, -3.0  # of `memorisation`: percentile, share and z that are reported
+_SHARE, _LIMIT, _COPYING, _ENOUGH = 0.01, 0.05, -3.0, 100  # of `memorisation`: percentile, share, z, held-out items
 
 
 class Nearest(NamedTuple):
@@ -330,9 +331,10 @@ def smaller_than(found: Tensor, reference: Tensor) -> float:
 def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest, Nearest] | None = None) -> dict:
     """Evidence for copies of training items, from the distances to them, in plain values.
 
-    Exact duplicates; the share of samples that are closer than the first percentile of held-out items, 1 % for a model
-    that does not copy, with its 99 % interval; the z of the comparison of all distances. Samples are flagged if that
-    interval lies above 5 %, or if the share of duplicates exceeds that of held-out items by 3 standard errors.
+    Exact duplicates; the share of samples that are closer than the first percentile of held-out items, about 1 % for a
+    model that does not copy, with its 99 % interval for this border; the z of the comparison of all distances. Samples
+    are flagged if that interval lies above 5 %, which says something only of a border from 100 items or more, or if
+    the share of duplicates exceeds that of held-out items by 3 standard errors.
 
     Arguments:
         samples, held_out: nearest training neighbours in the data's own units.
@@ -348,12 +350,12 @@ def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest
     together = (copies + natural) / (n + m)
     std = math.sqrt(together * (1 - together) * (1 / n + 1 / m))
     more = copies / n - natural / m > 3 * std
-    flagged = bool(interval.low > _LIMIT or more)
+    flagged = bool(interval.low > _LIMIT and m >= _ENOUGH or more)
     z = smaller_than(samples.distance, held_out.distance)
     said = [f"{copies} of {n} samples are exact copies of training items ({natural} of {m} held-out items are)"
             ] if copies or natural else []
     said += [f"{closer / n:.1%} of the samples lie closer to a training item than 99 % of held-out items do "
-             f"(99 % interval {interval.low:.1%} to {interval.high:.1%}, 1 % expected)"]
+             f"(99 % interval for this border {interval.low:.1%} to {interval.high:.1%})"]
     said += [f"z = {z:.1f}: samples lie closer to training items than held-out items do"] if z < _COPYING else []
     return {
         "duplicates": copies, "duplicates_held_out": natural, "closer": closer / n,

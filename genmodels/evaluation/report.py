@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Literal
 
+from scipy.special import stdtrit
+
 from genmodels.core.likelihood import SingleValues, value_of
 from genmodels.speech.measures import AlignmentShape, Pitch, SpokenAt
 from genmodels.speech.recognition import Recognition, Transcription
@@ -423,19 +425,17 @@ def plain(value):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def faults(line: LikelihoodLine) -> list[str]:
-    """Errors in a line, which make the evaluation fail."""
+    """Errors in a line, which make the evaluation fail; a gap as improbable as -3 normal errors is one."""
     found = []
     if line.nonfinite and line.kind != "unnormalised":
-        listed = ", ".join(map(str, line.nonfinite_first))
+        listed = str(line.nonfinite_first)[1:-1]
         found.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
     gap, error = line.kl_paired, line.se_gap
-    if line.kind in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
+    if line.kind in ("exact", "lower_bound") and gap is not None and gap < -float(stdtrit(line.n - 1, 0.99865)) * error:
         found.append(f"{line.label}: better than the true density by {-gap:.4f} +- {error:.4f} nats: a fault of the "
                      "evaluation")
     return found
@@ -444,6 +444,5 @@ def faults(line: LikelihoodLine) -> list[str]:
 def notes_on(line: LikelihoodLine) -> list[str]:
     """Notes on a line."""
     few, k = line.ess_median, line.made.get("importance_samples", 1)
-    if few is not None and few < k / 4 and k >= 8:
-        return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: a loose bound"]
-    return []
+    loose = few is not None and few < k / 4 and k >= 8
+    return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: a loose bound"] if loose else []

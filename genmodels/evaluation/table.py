@@ -183,7 +183,7 @@ def measured(value: float | None, error: float | None) -> str:
         >>> measured(17.7981, 2.449), measured(0.00251, 0.00083), measured(70.3, 12.4), measured(1.0, 0.0)
         ('17.8(24)', '0.00251(83)', '70(12)', '1.000(0)')
     """
-    digits = max(0, 1 - math.floor(math.log10(error))) if error and math.isfinite(error) else 3
+    digits = max(0, min(12, 1 - math.floor(math.log10(error)))) if error and math.isfinite(error) else 3
     return "" if value is None else with_error(value, error, digits)
 
 
@@ -302,9 +302,9 @@ def _notes(table: Table, rank: str) -> list[str]:
     lines = [line for model in models for line in model.likelihood if line.kind != "unnormalised"]
     if len({condition_of(line) for line in lines}) > 1:
         notes["values given the class are of another quantity, and ranked apart"] = None
-    if any(sum(line.kind == group.kind for line in model.likelihood) > 1
+    if any(sum(group.kind in ("across", line.kind) for line in model.likelihood) > 1
            for group in table.ranking for model in models):
-        notes["of several lines of one kind the best has the model's rank"] = None
+        notes["of several lines that are ranked together the best has the model's rank"] = None
     kinds = {line.kind for model in models for line in model.likelihood}
     if len(kinds - {"unnormalised"}) > 1 and rank != "across":
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -320,7 +320,7 @@ def _write(evaluation: Evaluation, target: Path) -> list[str]:
 
 
 class _Held(NamedTuple):
-    """What a report or a table holds: its JSON, its items, and its stages and models."""
+    """What a report or a table holds: its JSON, its items, and its stages, their results by name, and models."""
 
     content: dict
     items: str
@@ -328,7 +328,8 @@ class _Held(NamedTuple):
 
     def beyond(self, new: _Held) -> str:
         """What the new one lacks of it, in words; empty for nothing."""
-        further = sorted(self.parts - new.parts)
+        lacking = self.parts - new.parts
+        further = sorted(part for part in lacking if ": " not in part or part.partition(": ")[0] not in lacking)
         return "results of other items" if self.items != new.items else f"{', '.join(further)} too" if further else ""
 
 
@@ -361,11 +362,19 @@ def _held(target: Path) -> _Held | None:
 def _held_in(content: Any) -> _Held | None:
     try:
         reports = content["models"] if _is_table(content) else [content]
-        parts = {stage for report in reports for stage in report["seconds"]}
+        parts = {part for report in reports for part in _parts_of(report)}
         parts |= {report["checkpoint"]["path"] for report in reports} if _is_table(content) else set()
         return _Held(content, content["data"]["item_hash"], parts) if parts else None
     except (KeyError, TypeError):
         return None
+
+
+def _parts_of(report: dict) -> Iterator[str]:
+    for stage in report["seconds"]:
+        if not (stage == "fidelity" and "skipped" in (report.get("fidelity") or {})):
+            yield stage
+    for kind, name in (("likelihood", "label"), ("ood", "name"), ("sweeps", "key")):
+        yield from (f"{kind}: {result[name]}" for result in report.get(kind, ()))
 
 
 def _is_table(content: Any) -> bool:
@@ -403,7 +412,8 @@ def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
     taken = [place for target in reports if _held(target) is None
              for place in (target, arrays_target(target), target.with_suffix(".html")) if place.exists()]
     if folder is None:  # report.html may be that of a table
-        taken = [place for place in taken if not _is_table(_read(place.with_name("table.json")))]
+        taken = [place for place in taken
+                 if place.name != "report.html" or not _is_table(_read(place.with_name("table.json")))]
     if taken:
         raise InputError(f"{taken[0]} is of no evaluation and would be replaced: give another out=")
     if folder is None:

@@ -219,6 +219,15 @@ def test_copies_are_flagged_and_held_out_items_are_not(kind, flagged):
     assert (found["z"] < -3) is flagged
 
 
+def test_the_distance_of_few_held_out_items_flags_nothing():
+    """The border is then that of a single item."""
+    train, held = draws(500, 0), draws(12, 1)
+    found = memorisation(nearest(train[:300] + 1e-3 * draws(300, 2), train), nearest(held, train))
+    assert found["closer"] == 1.0 and found["flagged"] is False and found["z"] < -3
+    copies = memorisation(nearest(train[:60], train), nearest(held, train))
+    assert copies["flagged"] is True  # by exact copies
+
+
 def test_the_nearest_is_the_nearest():
     items, train = draws(40, 0), torch.cat([draws(300, 1), draws(40, 0)[:5]])
     truth = torch.cdist(items.double(), train.double()).min(1)

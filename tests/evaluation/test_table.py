@@ -70,6 +70,11 @@ def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
     across = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)), rank="across")
     assert [row.cells[9] for row in across.rows] == ["2", "1"]
     assert any("lower_bound may be worse than the true value" in note for note in across.notes)
+    assert not any("several lines" in note for note in across.notes)
+    several = [line("lower_bound", nats(-100)), line("ode", nats(-95), values="nats_1")]
+    reports = [report("runs/0/best.ckpt", *several), report("runs/1/best.ckpt", line("exact", nats(-99)))]
+    two = make_table(reports, [{"nats_0": nats(-100), "nats_1": nats(-95)}, {"nats_0": nats(-99)}], rank="across")
+    assert [row.cells[9] for row in two.rows] == ["", "1", "2"] and any("several lines" in note for note in two.notes)
 
 
 def test_models_that_are_equal_share_their_rank():

@@ -20,6 +20,7 @@ from scipy.io import wavfile
 
 from genmodels.core.likelihood import SingleValues, with_error
 from genmodels.evaluation.report import Profile
+from genmodels.evaluation.table import measured
 from genmodels.report import compare, parts, render, schema, write_page
 from genmodels.report.compare import report_target, write_report
 from genmodels.report.figures import DARK, LIGHT, Field, Figure, Rule, Series, figure
@@ -51,7 +52,11 @@ def test_a_written_report_keeps_to_the_schema(of, tmp_path):
 
 
 def test_error_digits():
-    assert with_error(1.23456, 0.00042) == "1.2346(4)"
+    shown = {(1.23456, 0.00042): "1.2346(4)", (2.5, 3e-5): "2.500000(30)", (-1e-6, 1e-6): "-0.0000010(10)",
+             (1.0, 0.0): "1.0000(0)", (math.nan, 0.1): "not finite", (1.0777e43, 1e41): "1.0777e+43 +- 1.0e+41",
+             (12345.5, 3.0): "12345.5000(30000)"}  # fmt: skip
+    assert {given: with_error(*given) for given in shown} == shown
+    assert measured(0.0, 1e-17) == "0.000000000000(0)" and measured(17.7981, 2.449) == "17.8(24)"
 
 
 def test_errors_on_the_page_have_two_digits():
