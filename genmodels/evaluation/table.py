@@ -170,19 +170,13 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
             speed = ["", ""]
             if sampling:
                 evaluations = sampling.evaluations
-                speed = ["" if evaluations is None else f"{evaluations:g}", rate(sampling.samples_per_second)]
+                speed = ["" if evaluations is None else f"{evaluations:g}", _rate(sampling.samples_per_second)]
             cells += quality + speed if first else [""] * 6
             rows.append(Row(m, None if line is None else k, first, cells, places.get(number)))
     return rows
 
 
-def rate(value: float) -> str:
-    """A number per second.
-
-    Example:
-        >>> rate(1234.56), rate(0.0312)
-        ('1234.6', '0.031')
-    """
+def _rate(value: float) -> str:
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
@@ -427,7 +421,7 @@ def _on_model(report: Report) -> list[str]:
     for sweep in report.sweeps:
         key = "kernel" if None in sweep.frechet else "frechet"
         measures = (getattr(sweep, key), getattr(sweep, f"{key}_error"))
-        values = ", ".join(f"{at:g}: {measured(value, error)} ({rate(each)}/s)" for at, value, error, each in zip(
+        values = ", ".join(f"{at:g}: {measured(value, error)} ({_rate(each)}/s)" for at, value, error, each in zip(
             sweep.values, *measures, sweep.samples_per_second, strict=True))
         by = f"{sweep.key} ({sweep.sampler})" if sweep.sampler else sweep.key
         notes.append(f"{_DISTANCES[key]} by {by}, n = {sweep.n}: {values}")

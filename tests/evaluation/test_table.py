@@ -21,7 +21,7 @@ from genmodels.evaluation.report import (
     Report,
     Utterance,
 )
-from genmodels.evaluation.table import Table, make_table, measured, paired, same_items
+from genmodels.evaluation.table import Table, _rate, make_table, measured, paired, same_items
 from genmodels.report.compare import in_one_network
 from genmodels.report.likelihoods import as_csv, as_markdown, as_text
 
@@ -57,6 +57,10 @@ def nats(mean: float, seed: int = 0, n: int = 200) -> torch.Tensor:
 def table_of(*pairs: tuple[str, torch.Tensor], **options) -> Table:
     reports = [report(f"runs/{k}/best.ckpt", line(kind, values)) for k, (kind, values) in enumerate(pairs)]
     return make_table(reports, [{"nats_0": values} for _, values in pairs], **options)
+
+
+def test_slow_samples_are_not_shown_as_none():
+    assert [_rate(value) for value in (1234.56, 1.0, 0.0312, 0.00004)] == ["1234.6", "1.0", "0.031", "4e-05"]
 
 
 def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
