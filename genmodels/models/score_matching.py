@@ -211,9 +211,9 @@ class ScoreMatched(GenerativeModel):
         watched = batch.rows(slice(0, 32))
         noise = self.training_generator(len(watched))
         value = super().training_step(batch, batch_idx)
-        _, loss = self.latest
+        _, loss = self.latest[-1]
         if len(loss.per_example) < len(batch):  # a deep kernel's; errors must name the right item
-            self.latest = (batch.rows(slice(len(batch) - len(loss.per_example), None)), loss)
+            self.latest[-1] = (batch.rows(slice(len(batch) - len(loss.per_example), None)), loss)
         if step % _GUARD_EVERY == 0:
             with torch.no_grad():
                 energies = self.energies(self.points(watched.x, noise))
@@ -280,8 +280,8 @@ class ScoreMatched(GenerativeModel):
                 "score_norm": float((2 * half).sqrt().mean()),
                 "trace": float((self.score_matching(core, z, noise) - half).mean()),
             }
-            if self.latest is not None:
-                batch = self.latest[0].rows(slice(0, 256))
+            if self.latest:
+                batch = self.latest[-1][0].rows(slice(0, 256))
                 noise = KeyedGenerator(self.seed, torch.arange(len(batch), device=z.device), "monitor")
                 training = float(self.score_matching(core, self.points(batch.x, noise), noise).mean())
                 found["held_out_over_training"] = held_out / training if training else 0.0

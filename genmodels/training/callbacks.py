@@ -353,6 +353,11 @@ class StepBar(ProgressBar):
         """Called by Lightning on processes other than the first."""
         self._enabled = False
 
+    @property
+    def is_enabled(self) -> bool:
+        """For Lightning, whose modules then `print` through the bar."""
+        return self._enabled
+
     def print(self, *values, sep: str = " ") -> None:
         """A line above the bar."""
         write = self._bar.line if isinstance(self._bar, Steps) else tqdm.write
