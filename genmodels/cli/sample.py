@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, an, counted, none_or_at_least
-from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of
+from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of, short_hash
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, check_companions, require_partners
+from genmodels.data.text import spans_of
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.materials import data_of, material, read_items
 from genmodels.evaluation.samples import (
@@ -34,6 +35,7 @@ from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.plots.images import LEGIBLE, grid, images_of
 
 _FRAMES = 10  # of a trajectory or an interpolation
+_LONGEST = 120  # characters of the options in a file's name
 _CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
 
@@ -244,13 +246,18 @@ def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None
     check_writable("out", target)
     check_companions(target)
     ending = ".txt" if spec.encoding is not None else ".wav" if spec.mel is not None else ".png"
-    if target.suffix or not target.is_dir() or (ending == ".txt" and any(target.glob("made_*.json"))):
+    if target.suffix or not target.is_dir():
         return
+    of_texts = spans_of(target) if ending == ".txt" else {}
     for number in numbers:
         picture = sample_file(target, number)
         for file in (picture, picture.with_suffix(ending)):
-            if file.exists() and not made_of(picture):
+            if file.exists() and not made_of(picture) and not any(number in span for span in of_texts.values()):
                 raise InputError(f"{file} is no sample and would be replaced: name another folder by out=")
+    for file, span in of_texts.items():
+        if {*span} & {*numbers} and not {*span} <= {*numbers}:
+            raise InputError(f"{file} says how samples {span[0]} to {span[-1]} were made, of which only some would be "
+                             "replaced: draw all of them, or name another folder by out=")
 
 
 def _not_default(options: dict, named: dict, ema: bool | float) -> dict:
@@ -370,6 +377,7 @@ def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: di
     drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else ".png" if drawn else ".npz"
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
-    words = [file_word(word) for word in words]
+    given = "_".join(map(file_word, words))
+    words = [given if len(given) <= _LONGEST else f"{given[:_LONGEST]}_{short_hash(given)}"] if given else []
     numbers = f"{asked.start}-{asked.start + asked.n - 1}"
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{asked.seed}", numbers, *words]) + suffix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -277,3 +277,31 @@ def check_companions(target: Path, others: Iterable[Path] | None = None) -> None
     for place in others:
         if place.exists() and not target.exists():
             raise InputError(f"out={target} also writes {place}, which exists: give another name")
+
+
+def merged_record(parts: Sequence[Samples]) -> dict[str, Any]:
+    """How samples of several parts were made: the record of the first, with what chains and decoders say of all.
+
+    Divergences, effective samples and the evaluations of chains add up, of R-hat the largest counts, shares are means.
+
+    Example:
+        >>> records = ({"acceptance": 0.25, "r_hat": 1, "divergences": 1},
+        ...            {"acceptance": 0.75, "r_hat": 3, "divergences": 2})
+        >>> merged_record([Samples(torch.zeros(n, 1), None, torch.arange(n), made) for n, made in zip((1, 3), records)])
+        {'acceptance': 0.625, 'r_hat': 3, 'divergences': 3}
+    """
+    made = dict(parts[0].made)
+    merge = {"divergences": sum, "ess": sum, "r_hat": max, "not_stopped": _chained, "words_missing_repeated": _chained}
+    if "acceptance" in made:
+        merge["evaluations"] = sum  # of all chains; the others count those of one sample
+    for key, function in merge.items():
+        if made.get(key) is not None:
+            made[key] = function([part.made[key] for part in parts if part.made[key] is not None])
+    for key in ("acceptance", "step_size"):
+        if made.get(key) is not None and "acceptance" in made:
+            made[key] = sum(len(part.x) * part.made[key] for part in parts) / sum(len(part.x) for part in parts)
+    return made
+
+
+def _chained(lists: list[list]) -> list:
+    return [entry for one in lists for entry in one]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, as_input_errors, none_or_at_least
+from genmodels.core.errors import InputError, as_input_errors, counted, none_or_at_least
+from genmodels.core.files import write_whole
 from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions
 from genmodels.data.loading import TensorData
 from genmodels.speech.text import in_form
@@ -113,3 +116,28 @@ class TextFile(DataModule):
         with as_input_errors():
             normal = [in_form(line, "characters", "en") for line in lines if any(c.isalpha() for c in line)]
         return "".join(f"{line}\n" for line in normal).encode()
+
+
+def spans_of(folder: Path) -> dict[Path, range]:
+    """The numbers of the texts that the records in a folder are of."""
+    found = {file: re.fullmatch(r"made_(\d+)-(\d+)", file.stem) for file in folder.glob("made_*.json")}
+    return {file: range(int(name[1]), int(name[2]) + 1) for file, name in found.items() if name}
+
+
+def write_texts(samples, target: Path) -> list[str]:
+    """Samples of text in one .txt, headed by their numbers, or in one .txt each; how they were made in a .json."""
+    texts, span = [to_text(x) for x in samples.x], f"{int(samples.index[0])}-{int(samples.index[-1])}"
+    if target.suffix:
+        headed = [f"--- {number} ---\n{text}\n" for number, text in zip(samples.index.tolist(), texts, strict=True)]
+        files, about = {target: "\n".join(headed)}, target.with_suffix(".json")
+    else:
+        files = {target / f"{k:06d}.txt": text for k, text in zip(samples.index.tolist(), texts, strict=True)}
+        about = target / f"made_{span}.json"
+        for record, numbers in spans_of(target).items():
+            if {*numbers} <= {*samples.index.tolist()}:
+                record.unlink()  # its texts are replaced
+    for path, text in files.items():
+        write_whole(path, lambda file, text=text: file.write(text.encode("utf-8")))
+    made = samples.made | {"index": span}
+    write_whole(about, lambda file: json.dump(made, file, indent=1), mode="w")
+    return [f"{counted(len(texts), 'sample')} of text: {target} (how they were made: {about.name})"]

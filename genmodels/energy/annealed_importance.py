@@ -325,10 +325,10 @@ class AnnealedImportanceSampling:
 
 
 def for_rows(count: int, generator: Generator, cond: Tensor | None) -> tuple[Generator, Tensor | None]:
-    """A generator of this number of rows, and a condition that is the same for all, of as many."""
-    if isinstance(generator, KeyedGenerator) and len(generator.index) != count:
+    """A generator of the first rows, of this number, and a condition that is the same for all, of as many."""
+    if isinstance(generator, KeyedGenerator):
         generator = KeyedGenerator(generator.seed, torch.arange(count, device=generator.index.device), generator.stream)
-    return generator, cond if cond is None or len(cond) == count else cond[:1].expand(count, *cond.shape[1:])
+    return generator, cond if cond is None else cond[:1].expand(count, *cond.shape[1:])
 
 
 class Bridge(Target):

@@ -21,8 +21,8 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, NotFinite, as_input_errors, counted, progress_bar, require_finite_rows
 from genmodels.core.files import write_whole
 from genmodels.core.processes import Ranks
-from genmodels.core.samples import COMMON, Samples, SamplingOptions
-from genmodels.data.text import to_text
+from genmodels.core.samples import COMMON, Samples, SamplingOptions, merged_record
+from genmodels.data.text import write_texts
 from genmodels.data.utterances import joined
 from genmodels.diffusion.samplers import SAMPLERS
 from genmodels.evaluation.features import Cache, code_hash, key_of
@@ -106,7 +106,7 @@ def together(parts: Sequence[Samples]) -> Samples:
     whole = {name: joined([getattr(p, name) for p in parts])
              for name in ("x", "cond", "index", "mask", "durations", "outside", "source")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
-    return Samples(made=dict(parts[0].made), path=path, **whole)
+    return Samples(made=merged_record(parts), path=path, **whole)
 
 
 @dataclass
@@ -239,7 +239,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
     suffix = check_target(target, spec)
     if suffix == ".npz":
         arrays = {"x": samples.x.numpy(), "index": samples.index.numpy(), "made": json.dumps(samples.made)}
-        for name in ("cond", "source"):
+        for name in ("cond", "source", "mask"):
             if getattr(samples, name) is not None:
                 arrays[name] = getattr(samples, name).numpy()
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
@@ -271,22 +271,6 @@ def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
         number = int(samples.index[k])
         save_png(image, sample_file(target, number), samples.made | {"index": number} | label)
     return []
-
-
-def write_texts(samples, target: Path) -> list[str]:
-    """Samples of text in one .txt, headed by their numbers, or in one .txt each; how they were made in a .json."""
-    texts = [to_text(x) for x in samples.x]
-    if target.suffix:
-        headed = [f"--- {number} ---\n{text}\n" for number, text in zip(samples.index.tolist(), texts, strict=True)]
-        files, about = {target: "\n".join(headed)}, target.with_suffix(".json")
-    else:
-        files = {target / f"{k:06d}.txt": text for k, text in zip(samples.index.tolist(), texts, strict=True)}
-        about = target / f"made_{_span(samples.index)}.json"
-    for path, text in files.items():
-        write_whole(path, lambda file, text=text: file.write(text.encode("utf-8")))
-    made = samples.made | {"index": _span(samples.index)}
-    write_whole(about, lambda file: json.dump(made, file, indent=1), mode="w")
-    return [f"{counted(len(texts), 'sample')} of text: {target} (how they were made: {about.name})"]
 
 
 def write_table(samples, spec: DataSpec, target: Path) -> list[str]:

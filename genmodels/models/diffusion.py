@@ -328,7 +328,7 @@ class DiffusionModel(GenerativeModel):
             start=self._start(options, index, labels), dtype=self.location.dtype, device=self.device, callback=after,
         )
         kept = {} if known is None else {"kept": int(options.keep.expand(self.spec.event_shape).sum())}
-        kept |= {} if options.along is None else {"along": options.along}
+        kept |= {key: value for key in ("along", "size", "lengths") if (value := getattr(options, key)) is not None}
         made = plan.made | kept | {"evaluations": out.evaluations, "seed": options.seed}
         made |= {"weights": str(options.weights), "temperature": options.temperature}
         made |= {"clip": self.sampler.threshold(options) or "none"}

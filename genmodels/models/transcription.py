@@ -60,7 +60,7 @@ class SearchOptions:
             raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
         for key in ("lm_weight", "lm_order", "rescore"):
             value = getattr(self, key)
-            if value not in (None, False) and self.lm is None:
+            if value is not None and value is not False and self.lm is None:
                 raise InputError(f"{key}={str(value).lower()} is for a language model: give lm= too")
         for key, least, most in (("lm_weight", 0, 1e6), ("lm_order", 1, 100), ("length", 0, 1)):
             if getattr(self, key) is not None:

@@ -183,6 +183,15 @@ def test_a_pipe_is_no_picture_to_wait_for(folder, tmp_path):
         run(ckpt=str(folder), edit=str(tmp_path / "pipe.png"), n=1, steps=1, out=str(tmp_path / "x.npz"))
 
 
+def test_many_options_make_no_name_that_is_too_long(tmp_path):
+    spec, asked = DataSpec("digits", (1, 8, 8), levels=17), SamplingOptions(n=4)
+    options = {"guidance": 2.5, "spacing": "uniform_log_snr", "inpaint": str(tmp_path / "a" / "half.png")}
+    short, long, other = (default_target(tmp_path / "best.ckpt", asked, spec, given) for given in (
+        {"guidance": 2.5}, options | {"cond": list(range(99))}, options | {"cond": list(range(1, 100))}))
+    assert short.name == "best_seed0_0-3_guidance-2.5.png" and long.name != other.name
+    assert max(len(long.name), len(other.name)) < 180
+
+
 def test_text_from_a_file_to_samples_with_gaps_and_a_page(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     folder = tmp_path / "run"
@@ -198,6 +207,14 @@ def test_text_from_a_file_to_samples_with_gaps_and_a_page(tmp_path, capsys):
     run(ckpt=str(folder), inpaint=1, mask="3:8", n=2, steps=2, out=str(tmp_path / "texts"))
     single = {path.name for path in (tmp_path / "texts").iterdir()}
     assert single == {"000000.txt", "000001.txt", "made_0-1.json"}
+    (tmp_path / "texts" / "000009.txt").write_text("mine")
+    for numbers, said in (({"start": 9, "n": 1}, "000009.txt is no sample and would be replaced"),
+                          ({"start": 1, "n": 3}, "made_0-1.json says how samples 0 to 1 were made, of which")):
+        with pytest.raises(InputError, match=said):
+            run(ckpt=str(folder), steps=2, out=str(tmp_path / "texts"), **numbers)
+    assert (tmp_path / "texts" / "000009.txt").read_text() == "mine"
+    run(ckpt=str(folder), n=3, steps=2, out=str(tmp_path / "texts"))
+    assert [path.name for path in (tmp_path / "texts").glob("made_*")] == ["made_0-2.json"]
     run(ckpt=str(folder), n=2, steps=2)
     files = sorted((folder / "samples").glob("best_seed0_0-1_steps-2.*"))
     assert [file.suffix for file in files] == [".json", ".txt"]
