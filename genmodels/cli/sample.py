@@ -186,7 +186,8 @@ def _say(
     asked = options | synthesis | {"text_file": text_file, "stream": chunk is not None} | named
     materials, lines = given.material(asked, ema)
     synthesis |= options | {"weights": weights_of(ema)} | materials
-    return lines + say(given.model, given.made, given.place, synthesis, item=named if materials else {},
+    made = given.made | {key: str(value) for key, value in named.items() if value is not None}
+    return lines + say(given.model, made, given.place, synthesis, item=named if materials else {},
                        of_item=materials, takes=takes, text_file=text_file, out=out, chunk=chunk)  # fmt: skip
 
 

@@ -109,7 +109,8 @@ def synthesis_options(model, options: dict) -> SynthesisOptions:
 _BATCH = 16  # sentences per batch
 _UNNAMED = ("text", "seed", "known", "keep")  # options that are not in the names of files, or in other words
 #: Sampling options recorded in files.
-_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature", "rounds", "kept", "strength")
+_MADE = ("sampler", "steps", "spacing", "eta", "churn", "diffusion", "temperature", "rounds", "kept", "strength")
+_OF_HOW = ("cond", "weights", "pause", "seconds", "max_frames", "on_unknown")  # recorded too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +257,7 @@ def write_utterance(
     """
     config = MelConfig(**spec.mel)
     about = {"text": found.text, "seed": how.seed, **found.made, "speed": how.speed, "vocoder": how.vocoder,
-             **made}
+             **{key: value for key in _OF_HOW if (value := getattr(how, key)) is not None}, **made}
     if target.suffix.lower() == ".npz":
         tokens, durations = _joined(found)
         arrays = {"mel": found.mel.numpy(), "tokens": np.array(tokens), "durations": np.array(durations),

@@ -80,7 +80,10 @@ def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys
         run(ckpt=ckpt, steps=2, **{"out": str(tmp_path / name), **options})
     assert "frames of item 1, all but 30:60" in capsys.readouterr().out
     found = sorted((tmp_path / "in").glob("*.json"))
-    assert len(found) == 2 and json.loads(found[0].read_text())["kept"] > 0
+    assert len(found) == 2
+    made = json.loads(found[0].read_text())
+    assert made["kept"] > 0 and {key: made[key] for key in ("inpaint", "mask", "weights", "pause", "on_unknown")} == {
+        "inpaint": "1", "mask": "30:60", "weights": "ema", "pause": 0.2, "on_unknown": "error"}
     assert found[0].name.startswith("best_inpaint-1_mask-30-60_steps-2_rounds-1_seed0_0_")  # without what the item gave
     edited = np.load(tmp_path / "edited.npz")["mel"]
     assert edited.shape[1] == own.shape[1] + own.shape[1] % 2
