@@ -90,7 +90,7 @@ def main() -> None:
     for draws in given.draws:
         rows = [evaluated(model, parts, draws=draws, seed=seed) for seed in range(given.seeds)]
         values = [value for value, _, _ in rows]
-        errors.append(math.sqrt(statistics.fmean(se**2 for _, se, _ in rows)))
+        errors.append(math.sqrt(statistics.fmean(math.nan if se is None else se**2 for _, se, _ in rows)))
         line = f"K = {draws:4d}  {statistics.fmean(values):.4f}  se {errors[-1]:.4f}"
         if given.seeds > 1:
             line += f"  spread {statistics.stdev(values):.4f} over {given.seeds} seeds"

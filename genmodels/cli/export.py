@@ -173,11 +173,12 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
     if isinstance(core, TokenDenoiser):
         tokens = torch.randint(0, spec.levels + 1, x.shape, generator=generator)
         return [Graph("", f"log_p of every value (tokens: 0..{spec.levels - 1}, {spec.levels} where masked)",
-                      Function(TokenDenoiser.forward, core), {"tokens": tokens, **classes}, ("log_p",))]
+                      Function(lambda part, *given: part(*given), core), {"tokens": tokens, **classes}, ("log_p",))]
     if isinstance(core, FlowMap):
         times = {"t": torch.linspace(0.3, 0.9, _ROWS), "until": torch.linspace(0.0, 0.2, _ROWS)}
         return [Graph("", "velocity: x at time until is x - (t - until) velocity, x = (1 - t) data + t noise",
-                      Function(FlowMap.mean_velocity, core), {"x": x, **times, **classes}, ("velocity",))]
+                      Function(lambda part, *given: part.mean_velocity(*given), core), {"x": x, **times, **classes},
+                      ("velocity",))]
     if isinstance(core, Denoiser) and not hasattr(core.net, "energy"):
         log_snr = {"log_snr": torch.linspace(-3.0, 3.0, _ROWS)}
         return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"

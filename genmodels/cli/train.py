@@ -95,7 +95,7 @@ def run(
     decided = _configure(network, config, options)
     folder, path, lock = _claimed(f"{network.family}-{datamodule.spec.name}", run_dir, resume, options.num_nodes)
     header, changed = ({}, []) if path is None else _resumed(path, network, complete, decided, options, steps)
-    config["init"] = init or header.get("config", {}).get("init")  # what the run that is resumed began with
+    config["init"] = header["config"].get("init") if path else init  # what the run began with
     before = os.listdir(folder)
     log, checkpointing = parts.Log(folder / "log.txt"), Checkpointing(folder, checkpoints)
     with ExitStack() as ended, _failures(folder, checkpointing):

@@ -314,8 +314,9 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
     """
     if value is None or math.isnan(value):
         return "not finite"
-    if abs(value) >= _LARGE and error is not None:
-        return f"{value:.4e} +- {error:.1e}"
+    if _LARGE <= abs(value) < math.inf and (error is None or math.isfinite(error)):
+        resolved = math.floor(math.log10(abs(value))) - math.floor(math.log10(error)) + 1 if error else 4
+        return f"{value:.{max(4, resolved)}e}" + ("" if error is None else f" +- {error:.1e}")
     if error and error < 10**-digits:
         digits = min(1 - math.floor(math.log10(error)), _FINEST)
     shown = f"{value:.{digits}f}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -246,12 +245,12 @@ class Arrays(DataModule):
         if self.flip and len(kind.event(first.shape)) != 3:
             raise InputError(f"data.flip=true is for images, but {self.file} holds vectors")
         labels, names, classes = _read_labels(parts, self.labels or self.file)
-        sources = {}
+        sources, content = {}, hashlib.sha256()
         for name, (x, _) in parts.items():
-            _check_values(x, kind.levels, f"{self.file}" + ("" if name == "all" else f" ({name})"))
+            _check_values(x, kind.levels, f"{self.file}" + ("" if name == "all" else f" ({name})"), content)
             sources[name] = (x, labels[name])
         spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names,
-                        columns=columns_of(self.file), fingerprint=_fingerprint(sources))
+                        columns=columns_of(self.file), fingerprint=_fingerprint(sources, content.hexdigest()))
         if first.dtype.kind == "f" and first.dtype.itemsize > 4 and len(spec.event_shape) == 1:
             require_precision(spec, torch.from_numpy(_some(first, 10_000).astype(np.float64)))
         return spec, self._splits(sources, kind)
@@ -278,25 +277,16 @@ def _some(array, most: int) -> np.ndarray:
     return np.array(array[spread_rows(len(array), most).numpy()])
 
 
-def _chunks(array) -> Iterator[tuple[int, np.ndarray]]:
-    """All rows, as many at a time as fit in memory, each time after the number of the first."""
-    step = max(1, _CHUNK // int(np.prod(array.shape[1:])))
-    for start in range(0, len(array), step):
-        yield start, np.asarray(array[start : start + step])
-
-
-def _fingerprint(sources: dict) -> str:
-    """The number of items, a hash of labels and up to a thousand items, and one of all items.
+def _fingerprint(sources: dict, whole: str) -> str:
+    """The number of items, a hash of labels and up to a thousand items, and that of all items, `whole`.
 
     The first hash alone is what checkpoints of earlier versions hold, which the whole begins with.
     """
-    some, whole = hashlib.sha256(), hashlib.sha256()
+    some = hashlib.sha256()
     for x, y in sources.values():
         some.update(_some(x, 1000).tobytes() + (b"" if y is None else y.numpy().tobytes()))
-        for _, rows in _chunks(x):
-            whole.update(np.ascontiguousarray(rows))
     sizes = " + ".join(str(len(x)) for x, _ in sources.values())
-    return f"{sizes} items, {some.hexdigest()[:12]}, all of them {whole.hexdigest()[:12]}"
+    return f"{sizes} items, {some.hexdigest()[:12]}, all of them {whole[:12]}"
 
 
 @dataclass(frozen=True)
@@ -387,11 +377,14 @@ def kind_of_items(array, layout: str, levels: int | None, file: Path | str) -> I
     return ItemKind(layout, levels)
 
 
-def _check_values(array, levels: int | None, where: str) -> None:
-    """Raise an InputError naming the first item with a value that is not finite or not a level."""
+def _check_values(array, levels: int | None, where: str, content) -> None:
+    """Raise an InputError naming the first item with a value that is not finite or not a level; hash all values."""
     if len(array) == 0:
         raise InputError(f"{where} holds no items")
-    for start, rows in _chunks(array):
+    step = max(1, _CHUNK // int(np.prod(array.shape[1:])))
+    for start in range(0, len(array), step):
+        rows = np.asarray(array[start : start + step])
+        content.update(np.ascontiguousarray(rows))
         with np.errstate(over="ignore"):  # what overflows float32 is not finite for the model either
             bad = ~np.isfinite(rows.astype(np.float32)) if levels is None else (rows < 0) | (rows >= levels)
         if bad.any():

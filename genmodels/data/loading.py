@@ -329,8 +329,8 @@ def _whole(batch: Batch) -> Batch:
 
 def _one_thread(worker: int) -> None:
     torch.set_num_threads(1)
-    # Signals to the group of a run, such as Ctrl-C, are for the main process, which ends its workers after saving.
+    # Signals to the process group, such as Ctrl-C, are for the main process, which ends its workers after saving.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgrp"):
         os.setpgrp()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM signals processes, not groups
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM signals every process by itself

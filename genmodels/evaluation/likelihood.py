@@ -207,15 +207,15 @@ def _likelihood(model, batch: Batch, line: Line, size: int) -> Likelihood:
 
 
 def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO_BUDGET) -> int | str:
-    """`all` terms of a bound where that is cheap, else the number of strata that fits the budget, from 5 to 100.
+    """`all` terms of a bound where that is cheap, else 5 to 100 strata within the budget, each of 4 terms or more.
 
     Example:
         >>> automatic_draws(50, 999, 2), automatic_draws(360, 999, 2), automatic_draws(10_000, 999, 2)
         ('all', 100, 5)
     """
-    if items * terms <= budget:
+    if items * terms <= budget or terms < 20:
         return "all"
-    return min(terms, max(5, min(100, budget // (items * replicates))))
+    return min(terms // 4, max(5, min(100, budget // (items * replicates))))
 
 
 def chosen_partition(given: dict, limited: bool) -> dict:

@@ -29,15 +29,15 @@ class SearchOptions:
     """Options of the search for the text of a recording.
 
     Arguments:
-        beam: texts kept in the search, at most 1,000; 1 takes the most probable character of every frame.
+        beam: texts kept in a recogniser's search, at most 1,000; 1 takes the most probable character of every frame.
         nbest: texts for each recording, the most probable first, at most `beam`.
         lm: a file of texts, one per line, from which a character language model for the search is made; or a checkpoint
             of model=language_model. It needs a beam.
-        lm_order: order n of the n-grams of a file, 6 by default.
+        lm_order: order n of the n-grams of lm, 6 by default.
         lm_weight: weight of the language model's log-probabilities, 0.3 by default.
-        rescore: search without the language model and rank the texts that are found with it; false for a search with it
+        rescore: search without lm and rank the texts that are found with it; false for a search with it
             (shallow fusion).
-        length: exponent of the length normalisation in a beam search of models with an attention decoder alone, or
+        length: exponent of the length normalisation in a beam search of recognisers with an attention decoder alone, or
             with triggers, 0 (none, the default) to 1.
 
     Raises:

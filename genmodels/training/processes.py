@@ -28,9 +28,7 @@ _GRACE = 3.0  # seconds for this process to end with a message of its own
 _CHOICE = "GENMODELS_CHOICE"  # environment variable with the first process's choice, <pid>:<choice>, for its children
 _PATIENCE = timedelta(minutes=10)  # for a process that starts later than others
 _counter = itertools.count()
-_ONCE = ("training by several processes runs the whole script in each of them, and this one trains more than once: "
-         "give each training a script of its own, or start the script by torchrun --nproc-per-node=2")
-_trainings, _in_python = 0, False  # trainings that this process has begun in Python, and whether one is running
+_in_python, _trainings, _several = 0, 0, False  # trainings in Python: under way, begun, by several processes
 _stores: list = []  # kept open, because other processes may still read from them
 
 
@@ -223,27 +221,31 @@ def environments() -> list:
 
 @contextmanager
 def training_of_a_script() -> Iterator[None]:
-    """Count a training that is begun in Python.
-
-    Lightning starts several processes by running the whole script again, which then ends in its first training.
-
-    Raises:
-        InputError: after a training that may have had several processes.
-    """
-    global _trainings, _in_python
-    if _trainings and launch() is None and "LOCAL_RANK" in os.environ:
-        raise InputError(_ONCE)
-    _trainings, _in_python = _trainings + 1, True
+    """A training that is begun in Python; see `require_only_training`."""
+    global _in_python
+    _in_python += 1
     try:
         yield
     finally:
-        _in_python = False
+        _in_python -= 1
 
 
-def require_only_training() -> None:
-    """Raise InputError before several processes run a script again that has trained before."""
-    if _in_python and _trainings > 1 and launch() is None:
-        raise InputError(_ONCE)
+def require_only_training(several: bool) -> None:
+    """Before a training in Python begins: raise InputError if several processes would not make it together.
+
+    Lightning starts several processes by running the whole script again, which then ends in its first training.
+
+    Arguments:
+        several: whether this training has several processes.
+    """
+    global _trainings, _several
+    if not _in_python or launch() is not None:
+        return
+    if _trainings and (several or _several):
+        raise InputError("training by several processes runs the whole script in each of them, and this one trains "
+                         "more than once: give each training a script of its own, or start the script by torchrun "
+                         "--nproc-per-node=2")
+    _trainings, _several = _trainings + 1, several
 
 
 def agreed(choose: Callable[[], str], num_nodes: int = 1) -> str:

@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
-from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
@@ -181,8 +181,7 @@ class TrainerOptions:
                              "or fsdp, not from an interactive session: put the call into a file, or use train.py"
                              if self.strategy == "auto" else
                              f"trainer.strategy={self.strategy} copies this process, which has begun the run: use ddp")
-        if isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
-            require_only_training()
+        require_only_training(trainer.world_size > 1)
         return trainer
 
 

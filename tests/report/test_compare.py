@@ -54,7 +54,8 @@ def test_a_written_report_keeps_to_the_schema(of, tmp_path):
 def test_error_digits():
     shown = {(1.23456, 0.00042): "1.2346(4)", (2.5, 3e-5): "2.500000(30)", (-1e-6, 1e-6): "-0.0000010(10)",
              (1.0, 0.0): "1.0000(0)", (math.nan, 0.1): "not finite", (1.0777e43, 1e41): "1.0777e+43 +- 1.0e+41",
-             (12345.5, 3.0): "12345.5000(30000)"}  # fmt: skip
+             (12345.5, 3.0): "12345.5000(30000)", (12345678.9, 0.5): "1.234567890e+07 +- 5.0e-01",
+             (2.5e7, math.inf): "25000000.0000 (error unknown)", (1.2e43, None): "1.2000e+43"}  # fmt: skip
     assert {given: with_error(*given) for given in shown} == shown
     assert measured(0.0, 1e-17) == "0.000000000000(0)" and measured(17.7981, 2.449) == "17.8(24)"
 

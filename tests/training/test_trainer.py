@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -228,19 +229,26 @@ def test_several_processes_are_not_started_from_an_interactive_session(tmp_path,
 
 
 def test_several_processes_make_the_only_training_of_a_script(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_trainings", 0)
-    two = TrainerOptions(accelerator="cpu", devices=2)
-    with processes.training_of_a_script():
-        two.build(10, [], str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", "0")  # as Lightning leaves it, in each of the processes
-    with pytest.raises(InputError, match="this one trains more than once"), processes.training_of_a_script():
-        pass
-    monkeypatch.delenv("LOCAL_RANK")
-    with processes.training_of_a_script():
-        TrainerOptions(accelerator="cpu").build(10, [], str(tmp_path))
-        with pytest.raises(InputError, match="this one trains more than once"):
-            two.build(10, [], str(tmp_path))
+    """Neither before nor after it others can be made; those of one process are as many as it likes."""
+    one, two = (TrainerOptions(accelerator="cpu", strategy="ddp", devices=devices) for devices in (1, 2))
+
+    def trains(options):
+        with processes.training_of_a_script():
+            options.build(10, [], str(tmp_path))
+
+    for first, second, fine in ((one, one, True), (one, two, False), (two, one, False), (two, two, False)):
+        monkeypatch.setattr(processes, "_trainings", 0)
+        monkeypatch.setattr(processes, "_several", False)
+        trains(first)
+        with contextlib.nullcontext() if fine else pytest.raises(InputError, match="this one trains more than once"):
+            trains(second)
     two.build(10, [], str(tmp_path))  # by a command, in the same process
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")  # whose processes run the script together
+    for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(key, "2")
+    for key in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(key, "0")
+    trains(two)
 
 
 def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
