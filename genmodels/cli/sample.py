@@ -171,6 +171,10 @@ class _Trained(NamedTuple):
     def kind(self) -> str:
         return f"{self.path} holds {an(self.header['family'])}"
 
+    def record(self, named: dict) -> dict:
+        """What every file of its results records, with the items that they were made from."""
+        return self.made | {key: str(value) for key, value in named.items() if value is not None}
+
     def material(self, named: dict, ema: bool | float) -> tuple[dict, list[str]]:
         """The items that samples are made from, as options of `sample`, and lines for the user."""
         return material(self.model, self.header, named, self.path, self.trust, weights_of(ema))
@@ -186,8 +190,7 @@ def _say(
     asked = options | synthesis | {"text_file": text_file, "stream": chunk is not None} | named
     materials, lines = given.material(asked, ema)
     synthesis |= options | {"weights": weights_of(ema)} | materials
-    made = given.made | {key: str(value) for key, value in named.items() if value is not None}
-    return lines + say(given.model, made, given.place, synthesis, item=named if materials else {},
+    return lines + say(given.model, given.record(named), given.place, synthesis, item=named if materials else {},
                        of_item=materials, takes=takes, text_file=text_file, out=out, chunk=chunk)  # fmt: skip
 
 
@@ -212,7 +215,7 @@ def _draw(
     materials, lines = given.material(named, ema)
     if path is not None:  # many moments, of which those with equal changes are shown
         materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * asked.n * spec.dims))))
-    made = given.made | {key: str(value) for key, value in named.items() if value is not None}
+    made = given.record(named)
     drawing = Drawing(given.model, replace(asked, weights=weights_of(ema), **materials), batch_size, made, group)
     if group.rank:
         group.serve()
@@ -256,7 +259,7 @@ def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None
             if file.exists() and not made_of(picture) and not any(number in span for span in of_texts.values()):
                 raise InputError(f"{file} is no sample and would be replaced: name another folder by out=")
     for file, span in of_texts.items():
-        if {*span} & {*numbers} and not {*span} <= {*numbers}:
+        if any(number in span for number in numbers) and not (span[0] in numbers and span[-1] in numbers):
             raise InputError(f"{file} says how samples {span[0]} to {span[-1]} were made, of which only some would be "
                              "replaced: draw all of them, or name another folder by out=")
 

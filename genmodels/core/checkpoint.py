@@ -120,7 +120,7 @@ def parse(text: bytes) -> dict[str, Any]:
         raise ValueError(f"it is of checkpoint format {header['format']}, this version reads up to {FORMAT}: upgrade "
                          "genmodels")
     _fit(header, _HEADER, "")
-    _bound({key: value for key, value in header["model"].items() if key != "optimizer"}, _OPTION)  # it holds no lists
+    _bound({key: value for key, value in header["model"].items() if key != "optimizer"}, _OPTION)  # which sizes nothing
     data, target = header["data"], header["model"].get("_target_")
     if math.prod(data["event_shape"]) > _LARGE or len(data["event_shape"]) > 8:
         raise ValueError(f"data.event_shape is {reprlib.repr(data['event_shape'])}, too large for any data")

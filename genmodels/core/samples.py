@@ -296,7 +296,7 @@ def merged_record(parts: Sequence[Samples]) -> dict[str, Any]:
         merge["evaluations"] = sum  # of all chains; the others count those of one sample
     for key, function in merge.items():
         if made.get(key) is not None:
-            made[key] = function([part.made[key] for part in parts if part.made[key] is not None])
+            made[key] = function([part.made[key] for part in parts if part.made.get(key) is not None])
     for key in ("acceptance", "step_size"):
         if made.get(key) is not None and "acceptance" in made:
             made[key] = sum(len(part.x) * part.made[key] for part in parts) / sum(len(part.x) for part in parts)

@@ -134,7 +134,7 @@ def write_texts(samples, target: Path) -> list[str]:
         files = {target / f"{k:06d}.txt": text for k, text in zip(samples.index.tolist(), texts, strict=True)}
         about = target / f"made_{span}.json"
         for record, numbers in spans_of(target).items():
-            if {*numbers} <= {*samples.index.tolist()}:
+            if numbers and int(samples.index[0]) <= numbers[0] and numbers[-1] <= int(samples.index[-1]):
                 record.unlink()  # its texts are replaced
     for path, text in files.items():
         write_whole(path, lambda file, text=text: file.write(text.encode("utf-8")))

@@ -92,6 +92,7 @@ def test_a_card_marks_what_is_unreliable(folder, tmp_path):
     (folder / "report.json").write_text(json.dumps(evaluated(folder) | {"likelihood": [doubtful, open_]}))
     assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
     card = (tmp_path / "card" / "README.md").read_text()
+    assert "\ngenmodels evaluate ckpt=<this folder>\n" in card and "evaluate license" not in card
     assert "| `~? 5.7500(2000)` | nats | ais, optimistic, unreliable | 2 chains |" in card
     assert "| `~? 3.8900 to 7.4200` | nats | ais, unreliable | 3 chains |" in card
     assert "`~?` estimated by annealed importance sampling" in card

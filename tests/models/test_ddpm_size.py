@@ -37,7 +37,8 @@ def test_spectrograms_of_another_duration():
 
 
 def test_sequences_of_another_length():
-    assert model("xl", (2, 9)).sample(1, steps=2, size=[17]).x.shape == (1, 2, 17)
+    long = model("xl", (2, 9)).sample(1, steps=2, size=[17])
+    assert long.x.shape == (1, 2, 17) and long.made["size"] == [17]
 
 
 @pytest.mark.parametrize("make, words", [
