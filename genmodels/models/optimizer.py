@@ -105,8 +105,8 @@ class EMA(nn.Module):
 
     def __init__(self, source: nn.Module, decays: list[float]):
         super().__init__()
-        if not decays or not all(0 <= d < 1 for d in decays):
-            raise ValueError(f"EMA decays must be numbers in [0, 1), got {decays}")
+        if not decays or not all(0 <= d < 1 for d in decays) or len(set(decays)) < len(decays):
+            raise ValueError(f"EMA decays must be different numbers in [0, 1), got {decays}")
         self.decays = list(decays)
         self.averages = nn.ModuleList(copy.deepcopy(source).float() for _ in decays)
         self.requires_grad_(False).train(False)

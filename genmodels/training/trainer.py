@@ -101,14 +101,14 @@ class TrainerOptions:
 
     def __post_init__(self):
         if self.precision not in ("32-true", "64-true", "bf16-mixed"):
-            raise ValueError(f"trainer.precision must be 32-true, 64-true or bf16-mixed, got {self.precision!r}")
+            raise InputError(f"trainer.precision must be 32-true, 64-true or bf16-mixed, got {self.precision!r}")
         for key in ("max_steps", "max_epochs", "limit_validation", "limit_evaluation", "accumulate", "num_nodes",
                     "log_every_n_steps"):
             at_least(1, **{f"trainer.{key}": 1 if getattr(self, key) is None else getattr(self, key)})
         for key in ("validate_every_n_steps", "sample_every_n_steps", "early_stopping"):
             at_least(0, **{f"trainer.{key}": getattr(self, key)})
         if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
-            raise ValueError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
+            raise InputError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
         if isinstance(self.devices, str) and not re.fullmatch(r"auto|-1|\d+(,\d+)*", self.devices):
             raise InputError(f"trainer.devices must be a number of processes, or auto, got {self.devices!r}")
         accelerators = ("auto", "gpu", *AcceleratorRegistry.available_accelerators())
