@@ -88,7 +88,7 @@ def material(
                      if isinstance(named[key], str)}
 
     def item(key: str) -> Batch:
-        if spec.encoding is not None and not str(named[key]).isdigit():
+        if spec.encoding is not None and not isinstance(named[key], Integral):
             return Batch(_bytes_of(str(named[key]), key)[None])
         return read_items([named[key]], data, spec, key)
 
