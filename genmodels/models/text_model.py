@@ -60,7 +60,7 @@ def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]]
         if len(own) != tokens:
             raise InputError(f"durations: text {k} has {tokens} tokens and needs as many numbers of frames, got "
                              f"{len(own)}")
-        wrong = next((i for i, d in enumerate(own) if not (isinstance(d, int) and 1 <= d <= _MOST_FRAMES)), None)
+        wrong = next((i for i, d in enumerate(own) if not (type(d) is int and 1 <= d <= _MOST_FRAMES)), None)
         if wrong is not None:
             raise InputError(f"durations: token {wrong} of text {k} lasts {own[wrong]!r} frames; it needs a whole "
                              f"number from 1 to {_MOST_FRAMES}")

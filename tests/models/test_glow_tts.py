@@ -129,6 +129,7 @@ def test_temperature_zero_speed_seconds_and_durations():
                           ({"speed": 1e-9}, "frames are too many for one text"),
                           ({"durations": [[1, 2]]}, "7 tokens"),
                           ({"durations": [[1, 2, 0, 1, 1, 1, 1]]}, "token 2 of text 0 lasts 0 frames"),
+                          ({"durations": [[1, 2, True, 1, 1, 1, 1]]}, "token 2 of text 0 lasts True frames"),
                           ({"durations": [[1, 2, 2**70, 1, 1, 1, 1]]}, "token 2 of text 0 lasts"),
                           ({"durations": []}, "a list of numbers of frames for each text, got"),
                           ({"durations": [2, 1]}, "a list of numbers of frames for each text, got"),
