@@ -16,7 +16,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, as_input_errors, check_number, counted
+from genmodels.core.errors import InputError, RunError, as_input_errors, check_number, counted, one_of
 from genmodels.core.files import file_word, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions, check_companions
 from genmodels.core.tensors import html_table
@@ -60,7 +60,11 @@ def say(
     if text_file is not None:
         texts = TextReader(model.spec, how.on_unknown).lines_of(text_file)
     if texts is None:
-        texts, takes = model.spec.text["examples"][:takes], 1
+        texts = model.spec.text["examples"]
+        if takes is not None and takes > len(texts):
+            raise InputError(f"n={takes}: this model has {counted(len(texts), 'example text')}; with text= it is the "
+                             "number of takes")
+        texts, takes = texts[:takes], 1
     texts = [texts] if isinstance(texts, str) else list(texts)
     out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
@@ -131,8 +135,7 @@ class SynthesisOptions(SamplingOptions):
     def __post_init__(self):
         super().__post_init__()
         check_number("pause", self.pause, 0, LONGEST_PAUSE)
-        if self.vocoder not in VOCODERS:
-            raise InputError(f"vocoder must be one of {', '.join(VOCODERS)}, got {self.vocoder!r}")
+        one_of("vocoder", self.vocoder, VOCODERS)
         for key in ("durations", "seconds"):
             if getattr(self, key) is not None and self.speed != 1:
                 raise InputError(f"{key} already says how long the text takes: leave out speed, or {key}")
@@ -380,7 +383,7 @@ def _mels(
             pieces.append(piece.cpu())
             yield pieces[-1]
         found.gaps.append(gap)
-        found.made = stream.made
+        found.made = stream.made | {"take": take}
         found.parts.append((reader.normal_form(sentence), stream.tokens, stream.durations, torch.cat(pieces, 1)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -80,6 +81,18 @@ def check_number(name: str, value: float, least: float, most: float = _LARGEST) 
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not (number and least <= value <= most):
         raise InputError(f"{name} must be a finite number from {least:g} to {most:g}, got {value!r}")
+
+
+def positive(name: str, value: float) -> float:
+    """The value of an option; InputError unless it is a finite number above 0.
+
+    Example:
+        >>> positive("scale", 2)
+        2.0
+    """
+    if not (isinstance(value, Real) and 0 < value < math.inf):
+        raise InputError(f"{name} must be a positive finite number, got {value!r}")
+    return float(value)
 
 
 def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:

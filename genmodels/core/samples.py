@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import TextCondition
-from genmodels.core.errors import InputError, check_number, check_temperature
+from genmodels.core.errors import InputError, at_least, check_number, check_temperature, none_or_at_least
 
 #: Numeric options with their least values; the largest is a million.
 _LEAST = (("guidance", -1e6), ("churn", 0), ("step_size", 0), ("inverse_temperature", 0), ("speed", 0))
@@ -122,11 +122,8 @@ class SamplingOptions:
     progress: Callable[[int, int], None] | None = field(default=None, metadata={"configurable": False})
 
     def __post_init__(self):
-        if self.n < 1:
-            raise InputError(f"n must be at least 1, got {self.n}")
-        for key in ("seed", "start"):
-            if getattr(self, key) < 0:
-                raise InputError(f"{key} must be at least 0, got {getattr(self, key)}")
+        at_least(1, n=self.n)
+        at_least(0, seed=self.seed, start=self.start)
         if self.start + self.n > 2**63 - 1:
             raise InputError(
                 f"samples are numbered by 64 bits: start + n must be below 2**63, got {self.start} + {self.n}")
@@ -146,8 +143,7 @@ class SamplingOptions:
             raise InputError("known needs keep, the mask of where it holds: give both")
         if self.guidance == 0 and self.cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
-        if self.max_frames is not None and self.max_frames < 1:
-            raise InputError(f"max_frames must be at least 1, got {self.max_frames}")
+        none_or_at_least(1, max_frames=self.max_frames)
         if self.path < 0:
             raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,8 @@ def columns_of(path: Path) -> tuple[str, ...]:
 def _heading(line: str, path: Path) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
     marks = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
-    delimiter = next((mark for mark in marks if mark in line), None)
+    unquoted = re.sub('"[^"]*"', "", line)
+    delimiter = next((mark for mark in marks if mark in unquoted), None)
     cells = _cells(line.removeprefix("#"), delimiter)  # np.savetxt writes a # before the names
     count = [str(number) for number in range(len(cells))]
     # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
@@ -214,11 +216,9 @@ class Arrays(DataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         flip: bool = False,
-        batch_size: int = 64,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(**shared)
         one_of("data.layout", layout, ("auto", "nchw", "nhwc"))
         none_or_at_least(2, **{"data.levels": levels})
         self.file, self.labels = Path(data_root(file)), None if labels is None else Path(data_root(labels))

@@ -102,7 +102,7 @@ class DataModule(OfLightning):
     #: Whether `seed` draws the items themselves, and not only which of them are held out.
     draws_items: bool = False
 
-    def __init__(self, *, batch_size: int, num_workers: int, seed: int):
+    def __init__(self, *, batch_size: int = 64, num_workers: int = 0, seed: int = 0):
         super().__init__()
         at_least(1, **{"data.batch_size": batch_size})
         at_least(0, **{"data.num_workers": num_workers, "data.seed": seed})

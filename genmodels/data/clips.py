@@ -146,8 +146,9 @@ def folder(root: Path) -> list[Clip]:
     Of the digits, recordings 0 to 4 are the test set, as defined by their authors.
     """
     _require_folder(root)
-    root = root / "recordings" if (root / "recordings").is_dir() else root
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    if files and all(path.is_relative_to(root / "recordings") for path in files):
+        root = root / "recordings"
     digits = [_SPOKEN_DIGIT.fullmatch(path.name) for path in files]
     if files and all(digits) and all(path.parent == root for path in files):
         return [Clip(path, path.name, speaker=match[2], label=match[1],
@@ -376,7 +377,9 @@ def cell_statistics(mels, per: str) -> dict:
     if per == "global":
         count, total, squares = count * len(total), total.sum(), squares.sum()
     mean = total / count
-    return {"per": per, "mean": mean.tolist(), "std": (squares / count - mean.square()).clamp(min=0).sqrt().tolist()}
+    variance = squares / count - mean.square()
+    variance = variance.where(variance > 1e-12 * mean.square(), 0.0)  # less is rounding: the cells are constant
+    return {"per": per, "mean": mean.tolist(), "std": variance.sqrt().tolist()}
 
 
 def read_sound(path: Path) -> tuple[Tensor, int]:

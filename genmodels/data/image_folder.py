@@ -29,6 +29,7 @@ SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
                "test": "test", "testing": "test"}
 INDEX_NAME = ".genmodels-index.json"
+_BITS_PER_SAMPLE = 258  # tag of TIFF
 _SINGLE_PICTURE = ("MPO",)  # formats whose further frames are other views of the same photograph
 
 
@@ -59,8 +60,8 @@ def image_files(root: Path) -> list[str]:
 def decode(file: Path | BinaryIO, size: int, channels: int) -> Tensor:
     """One image as uint8 levels (channels, size, size): shorter side resized to `size`, centre cropped.
 
-    Transparent parts become white, 16-bit values are divided by 257, palettes, CMYK and the camera's orientation are
-    converted. A ValueError or OSError explains why a file cannot be used.
+    Transparent parts become white, values of 12 and 16 bits are scaled to 8 bits, palettes, CMYK and the camera's
+    orientation are converted. A ValueError or OSError explains why a file cannot be used.
     """
     if isinstance(file, Path) and not file.is_file() and file.exists():
         raise ValueError(f"is {kind_of(file)}, not a file")
@@ -79,14 +80,18 @@ def fitted(image: Image.Image, size: tuple[int, int], mode: str, resampling: Ima
     if frames > 1 and image.format not in _SINGLE_PICTURE:
         raise ValueError(f"holds {frames} frames, not one picture")
     image.load()
-    return ImageOps.fit(_eight_bit(ImageOps.exif_transpose(image), image.format).convert(mode), size, resampling)
+    largest = 2 ** getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))[0] - 1
+    upright = _eight_bit(ImageOps.exif_transpose(image), image.format, largest)
+    return ImageOps.fit(upright.convert(mode), size, resampling)
 
 
-def _eight_bit(image: Image.Image, form: str | None) -> Image.Image:
-    """The same picture, of a file of such a format, with 8 bits per channel and no transparency."""
+def _eight_bit(image: Image.Image, form: str | None, largest: int) -> Image.Image:
+    """The same picture, of a file of such a format and wide values, with 8 bits per channel and no transparency."""
     if image.mode.startswith("I;16") or (image.mode == "I" and form in ("PNG", "PPM")):
         wide = np.asarray(image).astype(np.int64)
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+        levels = ((wide * 255 + largest // 2) // largest).astype(np.uint8)
+        levels[wide == image.info.get("transparency", -1)] = 255
+        return Image.fromarray(levels)
     if image.mode in ("I", "F"):
         raise ValueError(f"holds values ({image.mode}, 32 bits) of no known range")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
@@ -246,11 +251,9 @@ class ImageFolder(DataModule):
         skip_bad: bool = False,
         cache: Literal["auto", "memory", "none"] = "auto",
         flip: bool = True,
-        batch_size: int = 64,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(**shared)
         at_least(1, **{"data.size": size})
         one_of("data.channels", channels, (1, 3))
         one_of("data.cache", cache, ("auto", "memory", "none"))

@@ -210,11 +210,9 @@ class Shards(DataModule):
         skip_bad: bool = False,
         flip: bool = False,
         max_frames: int | None = None,
-        batch_size: int = 64,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(**shared)
         none_or_at_least(1, **{"data.size": size, "data.max_frames": max_frames})
         none_or_at_least(2, **{"data.levels": levels})
         one_of("data.channels", channels, (1, 3, None))

@@ -235,10 +235,9 @@ class Speech(DataModule):
         skip_bad: bool = False,
         max_frames: int | None = None,
         batch_size: int = 16,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(batch_size=batch_size, **shared)
         one_of("data.layout", layout, LAYOUTS)
         one_of("data.on_unknown", on_unknown, ("drop", "error"))
         one_of("data.symbols", symbols, FORMS)

@@ -80,10 +80,9 @@ class TextFile(DataModule):
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         batch_size: int = 32,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(batch_size=batch_size, **shared)
         none_or_at_least(1, **{"data.length": length, "data.stride": stride})
         self.file, self.length, self.stride, self.spoken = Path(data_root(file)), length, stride or length, spoken
         self.fractions = split_fractions(val_fraction, test_fraction)

@@ -414,10 +414,9 @@ class Toy(DataModule):
         n_val: int = 10000,
         n_test: int = 10000,
         batch_size: int = 256,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(batch_size=batch_size, **shared)
         self.set, self.density = set, density(set)
         self.sizes = dict(zip(SPLITS, (n_train, n_val, n_test), strict=True))
         at_least(1, **{f"data.n_{name}": size for name, size in self.sizes.items()})

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import seed_of
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.loading import BatchDataset
@@ -105,25 +105,23 @@ class Transport(DataModule):
         root: str = "data",
         download: bool = True,
         batch_size: int = 256,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        shared = {"root": root, "download": download}
-        self.ends = [end if isinstance(end, DataModule) else self._made(key, end, shared)
+        super().__init__(batch_size=batch_size, **shared)
+        files = {"root": root, "download": download}
+        self.ends = [end if isinstance(end, DataModule) else self._made(key, end, files)
                      for key, end in (("source", source), ("target", target))]
         self.draws_items = all(end.draws_items for end in self.ends)
         self.classes, self.same_class = (source_classes, target_classes), same_class
 
-    def _made(self, key: str, name: str, shared: dict) -> DataModule:
+    def _made(self, key: str, name: str, files: dict) -> DataModule:
         own = {"batch_size": self.batch_size, "seed": self.seed}
         if not isinstance(name, str):
             raise InputError(f"data.{key} takes the name of a data set (in Python a data module), got {name!r}")
         if name in DENSITIES:
             return Toy(set=name, **own)
-        if name not in _IMAGES:
-            raise InputError(f"data.{key} must be one of {', '.join([*_IMAGES, *DENSITIES])}, got {name!r}")
-        return _IMAGES[name](**own, **({} if name == "digits" else shared))
+        one_of(f"data.{key}", name, [*_IMAGES, *DENSITIES])
+        return _IMAGES[name](**own, **({} if name == "digits" else files))
 
     def fetch(self) -> None:
         """Download missing files of both."""

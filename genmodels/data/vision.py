@@ -43,10 +43,9 @@ class _Vision(DataModule):
         root: str = "data",
         download: bool = True,
         batch_size: int = 128,
-        num_workers: int = 0,
-        seed: int = 0,
+        **shared,
     ):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        super().__init__(batch_size=batch_size, **shared)
         self.root, self.download = data_root(root), download
 
     def _open(self, train: bool, download: bool = False):
@@ -221,9 +220,6 @@ class Digits(DataModule):
     """
 
     name = "digits"
-
-    def __init__(self, *, batch_size: int = 64, num_workers: int = 0, seed: int = 0):
-        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
 
     def load(self):
         """All in memory, as uint8."""

@@ -404,8 +404,8 @@ def continuous_elbo(
         >>> terms.diffusion.shape, terms.stderr.shape
         (torch.Size([3, 50]), torch.Size([3]))
     """
-    if draws < 1 or replicates < 2:
-        raise InputError(f"draws = {draws} must be at least 1, and replicates = {replicates} at least 2")
+    at_least(1, draws=draws)
+    at_least(2, replicates=replicates)
     require_unaltered(denoiser)
     n = len(x0)
     ends = check_grid(denoiser.schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.special import log_ndtr
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, positive
 
 
 def to_unit(k: Tensor, levels: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -161,9 +161,7 @@ class Gaussian:
     levels, finest_log_snr = None, 12.0
 
     def __init__(self, *, scale: float | None = None):
-        if scale is not None and not 0 < scale < math.inf:
-            raise InputError(f"scale = {scale}: give a finite number above 0")
-        self.scale = scale
+        self.scale = None if scale is None else positive("scale", scale)
 
     def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """Log-density of each scalar."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, one_of, positive
 from genmodels.core.random import Generator, child, uniform
 from genmodels.diffusion.denoiser import Denoiser
 from genmodels.diffusion.objectives import Simple
@@ -92,9 +92,7 @@ class Coupling:
         whole: Callable[[Tensor], tuple[Tensor, slice]] = lambda rows: (rows, slice(None)),
     ):
         one_of("coupling", name, ("independent", "ot", "sinkhorn"))
-        if not 0 < blur < math.inf:
-            raise InputError(f"blur = {blur}: give a finite number above 0")
-        self.name, self.blur, self.whole = name, blur, whole
+        self.name, self.blur, self.whole = name, positive("blur", blur), whole
 
     @torch.no_grad()
     def __call__(self, x0: Tensor, noise: Tensor, cond: Tensor | None, generator: Generator) -> Tensor:

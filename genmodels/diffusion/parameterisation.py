@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, positive
 from genmodels.diffusion.path import LinearPath, Path, alpha_sigma, expand
 
 
@@ -245,9 +245,7 @@ class EDM(Parameterisation):
     name = "edm"
 
     def __init__(self, *, sigma_data: float = 0.5):
-        if not 0 < sigma_data < math.inf:
-            raise InputError(f"sigma_data = {sigma_data}: give a finite number above 0")
-        self.sigma_data = float(sigma_data)
+        self.sigma_data = positive("sigma_data", sigma_data)
 
     def coefficients(self, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(c_skip, c_out, c_in) of the paper, functions of s = exp(-lambda/2)."""

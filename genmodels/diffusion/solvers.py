@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError, at_least
+from genmodels.core.errors import RunError, at_least, positive
 
 Derivative = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -81,7 +81,7 @@ class AdaptiveRK45:
     """
 
     def __init__(self, *, tolerance: float = 1e-5):
-        self.tolerance = _positive(tolerance)
+        self.tolerance = positive("tolerance", tolerance)
 
     def __call__(self, f: Derivative, y: Tensor, start: float, end: float) -> Solution:
         f = _Counted(f, y)
@@ -149,7 +149,7 @@ class ScipyRK45:
     """
 
     def __init__(self, *, tolerance: float = 1e-5):
-        self.tolerance = _positive(tolerance)
+        self.tolerance = positive("tolerance", tolerance)
 
     def __call__(self, f: Derivative, y: Tensor, start: float, end: float) -> Solution:
         from scipy.integrate import solve_ivp
@@ -224,12 +224,6 @@ class RK4(FixedSteps):
         second = f(middle, y + h / 2 * first)
         third = f(middle, y + h / 2 * second)
         return y + h / 6 * (first + 2 * second + 2 * third + f(after, y + h * third))
-
-
-def _positive(tolerance: float) -> float:
-    if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
-        raise InputError(f"tolerance must be a positive finite number, got {tolerance!r}")
-    return tolerance
 
 
 def _rms(x: Tensor) -> Tensor:

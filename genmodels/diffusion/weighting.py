@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, positive
 from genmodels.core.random import Generator
 from genmodels.core.random import shared_uniform as draw_shared
 from genmodels.core.random import uniform as draw_rows
@@ -46,7 +46,7 @@ class MinSNR:
     """
 
     def __init__(self, *, gamma: float = 5.0):
-        self.gamma = _positive("gamma", gamma)
+        self.gamma = positive("gamma", gamma)
 
     def __call__(self, parameterisation: Parameterisation, log_snr: Tensor, rate: Tensor) -> Tensor:
         return torch.exp(log_snr).clamp(max=self.gamma) * parameterisation.loss_weight(log_snr)
@@ -64,7 +64,7 @@ class P2:
     """
 
     def __init__(self, *, k: float = 1.0, gamma: float = 1.0):
-        self.k, self.gamma = _positive("k", k), _positive("gamma", gamma)
+        self.k, self.gamma = positive("k", k), positive("gamma", gamma)
 
     def __call__(self, parameterisation: Parameterisation, log_snr: Tensor, rate: Tensor) -> Tensor:
         u = torch.exp(log_snr)
@@ -88,8 +88,8 @@ class EDMWeighting:
     """
 
     def __init__(self, *, mean: float = 2.4, std: float = 2.4, sigma_data: float = 0.5):
-        self.mean, self.std = mean, _positive("std", std)
-        self.sigma_data = _positive("sigma_data", sigma_data)
+        self.mean, self.std = mean, positive("std", std)
+        self.sigma_data = positive("sigma_data", sigma_data)
 
     def __call__(self, parameterisation: Parameterisation, log_snr: Tensor, rate: Tensor) -> Tensor:
         z = (log_snr - self.mean) / self.std
@@ -125,12 +125,6 @@ class SigmoidWeighting:
 def _zero_without_signal(weight: Tensor, log_snr: Tensor) -> Tensor:
     """The weight, and its limit 0 where the SNR is 0 and lambda' infinite."""
     return torch.where(log_snr.isneginf(), 0.0, weight)
-
-
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise InputError(f"{name} = {value}: give a finite number above 0")
-    return float(value)
 
 
 WEIGHTINGS: dict[str, type[Weighting]] = {
@@ -308,7 +302,7 @@ class LogitNormalTimes(AntitheticTimes):
     """
 
     def __init__(self, *, mean: float = 0.0, std: float = 1.0):
-        self.mean, self.std = mean, _positive("std", std)
+        self.mean, self.std = mean, positive("std", std)
 
     def __call__(self, n: int, generator: Generator, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         u, weight = super().__call__(n, generator, rank, world)

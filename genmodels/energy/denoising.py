@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, RunError, at_least, check_number
+from genmodels.core.errors import InputError, RunError, at_least, check_number, positive
 from genmodels.core.random import Generator, KeyedGenerator, at_step, child, normal, shared_uniform, uniform
 from genmodels.energy.annealed_importance import LogPartition, for_rows
 from genmodels.energy.function import EnergyFunction, ScoreFunction, log_density_of, require_energy
-from genmodels.energy.kernels import ULA, Target, noise_like, positive
+from genmodels.energy.kernels import ULA, Target, noise_like
 from genmodels.energy.losses import half_square
 
 

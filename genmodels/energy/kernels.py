@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, at_least, check_temperature
+from genmodels.core.errors import InputError, at_least, check_temperature, positive
 from genmodels.core.random import Generator, at_step, normal, uniform
 from genmodels.core.tensors import event_size
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction, like
@@ -179,13 +179,6 @@ def rows(value: Tensor, x: Tensor) -> Tensor:
 def noise_like(x: Tensor, generator: Generator) -> Tensor:
     """Standard normal noise with the shape, type and device of x."""
     return normal(x.shape, generator, dtype=x.dtype, device=x.device)
-
-
-def positive(name: str, value: float) -> float:
-    """The value; raises InputError unless it is positive and finite."""
-    if not (0 < value < math.inf):
-        raise InputError(f"{name} = {value} must be positive and finite")
-    return float(value)
 
 
 def _diverged(point: Point, new: Point) -> Tensor:

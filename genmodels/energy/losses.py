@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError, at_least
+from genmodels.core.errors import InputError, RunError, at_least, one_of
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import wide
 from genmodels.energy.function import Directional, EnergyFunction, ScoreFunction, directional, require_energy, trace
@@ -76,20 +76,6 @@ class Sphere:
 
 #: The values of `projection=`.
 PROJECTIONS: dict[str, type[Projection]] = {"rademacher": Rademacher, "gaussian": Gaussian, "sphere": Sphere}
-
-
-def projection_named(name: str) -> Projection:
-    """The distribution of directions of that name.
-
-    Errors: InputError for an unknown name.
-
-    Example:
-        >>> type(projection_named("sphere")).__name__
-        'Sphere'
-    """
-    if name not in PROJECTIONS:
-        raise InputError(f"projection = {name!r} is not one of {', '.join(PROJECTIONS)}")
-    return PROJECTIONS[name]()
 
 
 class Loss(Protocol):
@@ -210,7 +196,8 @@ class SlicedScoreMatching:
         projection_chunk: int = 1,
     ):
         at_least(1, projections=projections, projection_chunk=projection_chunk)
-        self.projection, self.projections = projection_named(projection), projections
+        one_of("projection", projection, PROJECTIONS)
+        self.projection, self.projections = PROJECTIONS[projection](), projections
         self.route, self.projection_chunk = route, projection_chunk
 
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
@@ -285,7 +272,8 @@ class FiniteDifferenceScoreMatching:
         if not (0 < step < math.inf and 0 < scale < math.inf):
             raise InputError(f"step = {step} and scale = {scale} must be positive and finite")
         at_least(1, projections=projections, projection_chunk=projection_chunk)
-        self.projection, self.projections = projection_named(projection), projections
+        one_of("projection", projection, PROJECTIONS)
+        self.projection, self.projections = PROJECTIONS[projection](), projections
         self.step, self.scale = step, scale
         self.projection_chunk = projection_chunk
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, Interrupted, an, progress_bar
+from genmodels.core.errors import InputError, Interrupted, an, one_of, progress_bar
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
@@ -312,9 +312,7 @@ def check_options(models: Sequence[Opened]) -> None:
             raise InputError(f"{name} {'are' if ' and ' in name else 'is'} for {families}: {held}")
     listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
     if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
-        samplers = dict.fromkeys(name for names in listed for name in names)
-        if request.sampler not in samplers:
-            raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
+        one_of("sampler", request.sampler, dict.fromkeys(name for names in listed for name in names))
     for opened in models:
         if request.temperature not in (None, 1) and not takes_temperature(opened.model, request.sampler):
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "

@@ -18,7 +18,15 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, NotFinite, as_input_errors, counted, progress_bar, require_finite_rows
+from genmodels.core.errors import (
+    InputError,
+    NotFinite,
+    as_input_errors,
+    at_least,
+    counted,
+    progress_bar,
+    require_finite_rows,
+)
 from genmodels.core.files import write_whole
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions, merged_record
@@ -389,8 +397,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
         InputError: for data that are neither images nor points.
     """
     check_path(target, spec)
-    if frames < 2:
-        raise InputError(f"frames must be at least 2, got {frames}")
+    at_least(2, frames=frames)
     steps = samples.made.get("steps", len(samples.path))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
     chosen = evenly_changing(samples.path, frames)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import require_finite_rows
+from genmodels.core.errors import positive, require_finite_rows
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, hide
 from genmodels.flows.bijection import Bijection, Shape, per_example
@@ -160,9 +160,7 @@ class GaussianNoise(Dequantize):
 
     def __init__(self, levels: int, sigma: float):
         super().__init__(levels)
-        if not 0 < sigma < math.inf:
-            raise ValueError(f"GaussianNoise: sigma must be positive and finite, got {sigma}")
-        self.sigma = sigma
+        self.sigma = positive("sigma", sigma)
 
     def with_noise(self, x, noise, mask=None):
         v = (self._integers(x).to(self.low.dtype) + 0.5) / self.levels + self.sigma * noise

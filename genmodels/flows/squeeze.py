@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from genmodels.core.errors import one_of
 from genmodels.flows.bijection import Bijection, Shape
 
 
@@ -47,7 +48,7 @@ class _Squeeze(Bijection):
 
     constant_logdet = True
 
-    def __init__(self, factor: int):
+    def __init__(self, factor: int = 2):
         super().__init__()
         if factor < 1:
             raise ValueError(f"{type(self).__name__}: factor must be 1 or more, got {factor}")
@@ -88,8 +89,7 @@ class Squeeze2d(_Squeeze):
 
     def __init__(self, factor: int = 2, *, order: Literal["channel", "alternative", "far"] = "channel"):
         super().__init__(factor)
-        if order not in ("channel", "alternative", "far"):
-            raise ValueError(f"Squeeze2d: order must be channel, alternative or far, got {order!r}")
+        one_of("order", order, ("channel", "alternative", "far"))
         if order == "alternative" and factor != 2:
             raise ValueError(f"Squeeze2d: the alternative order is one of squares of side 2, got factor={factor}")
         self.order = order
@@ -203,9 +203,6 @@ class Squeeze1d(_Squeeze):
         tensor([[[0., 2., 4.],
                  [1., 3., 5.]]])
     """
-
-    def __init__(self, factor: int = 2):
-        super().__init__(factor)
 
     def out_shape(self, shape: Shape) -> Shape:
         f = self.factor

@@ -122,8 +122,8 @@ class MaskedDiffusionModel(GenerativeModel):
         """
         one_of("bound", bound, ("continuous",))
         draws = self.num_steps - 1 if draws is None else draws
-        if draws < 1 or replicates < 2:
-            raise InputError(f"draws = {draws} must be at least 1, and replicates = {replicates} at least 2")
+        at_least(1, draws=draws)
+        at_least(2, replicates=replicates)
         index = batch.item_index
         found = masked_bound(
             self.weights(weights), batch.x.long(), self.spec.levels, KeyedGenerator(seed, index, "bound"),

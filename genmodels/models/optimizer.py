@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, at_least, only_for
+from genmodels.core.errors import InputError, at_least, one_of, only_for
 from genmodels.core.processes import own
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamax": torch.optim.Adamax}
@@ -49,10 +49,8 @@ class Optimizer:
     clip: float = 1.0
 
     def __post_init__(self):
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, got {self.name!r}")
-        if self.decay not in ("none", "cosine", "exponential"):
-            raise ValueError(f"optimizer.decay must be none, cosine or exponential, got {self.decay!r}")
+        one_of("optimizer.name", self.name, OPTIMIZERS)
+        one_of("optimizer.decay", self.decay, ("none", "cosine", "exponential"))
         at_least(1, **{"optimizer.half_life": self.half_life})
         if self.decay != "exponential":
             only_for("decay=exponential", **{"optimizer.half_life": (self.half_life, type(self).half_life)})

@@ -114,7 +114,7 @@ class TextReader:
         Raises:
             InputError: for a file that cannot be read, and for a text, with its line.
         """
-        found = [(number, line) for number, line in enumerate(read_text(file, "text_file").splitlines(), 1)
+        found = [(number, line) for number, line in enumerate(read_text(file, "text_file").split("\n"), 1)
                  if line.strip()]
         for number, line in found:
             try:

@@ -105,7 +105,7 @@ def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[st
             raise InputError(f"lm={file} gives the characters of the recogniser {share:.0%} of its probability: train "
                              "it on texts of the same language, with data.spoken=true, or for longer")
         return language
-    lines = read_text(file, "lm").splitlines()
+    lines = read_text(file, "lm").split("\n")
     text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
     form, forms = (text.get("form", "characters"), text["language"]), []
     for place, line in enumerate(lines, 1):

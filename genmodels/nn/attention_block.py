@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import hint, only_for
+from genmodels.core.tensors import hide
 from genmodels.nn.attention import (
     LSH,
     Additive,
@@ -73,7 +74,10 @@ class AttentionBlock(nn.Module):
         self.for_maps = is_for_maps(mechanism)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        h = self.norm(x) if mask is None or self.dims == 1 else self.norm(x, mask=mask)
+        if self.dims == 1:
+            h = self.norm(hide(x, mask))  # else NaN in the padding gives NaN gradients
+        else:
+            h = self.norm(x) if mask is None else self.norm(x, mask=mask)
         rows, space = self._rows(h).transpose(1, 2), tuple(x.shape[2:])  # (B, L, C)
         valid = None if mask is None else self._rows(mask.expand(len(x), 1, *space))
         y = attend(self.mechanism, rows, valid, space).transpose(1, 2)

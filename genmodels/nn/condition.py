@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -218,9 +219,9 @@ class Net(nn.Module):
         hidden: int,
         widths: Sequence[int],
         *,
-        cond: Condition | None,
-        conditioning: str,
         dims: int,
+        cond: Condition | None = None,
+        conditioning: Literal["concat", "film"] = "concat",
         attention: AttentionKind = "none",
         heads: int = 4,
         kernel_size: int = 1,

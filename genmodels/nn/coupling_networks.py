@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.blocks import CONVOLUTION, ChannelNorm, zeroed
-from genmodels.nn.condition import Condition, Modulation, Net, modulate
+from genmodels.nn.condition import Modulation, Net, modulate
 
 
 class ScaledHead(nn.Module):
@@ -82,23 +81,21 @@ class ConvNet(Net):
         hidden: int = 512,
         depth: int = 2,
         dims: int = 2,
-        cond: Condition | None = None,
-        conditioning: Literal["concat", "film"] = "concat",
         attention: AttentionKind = "none",
-        heads: int = 4,
+        **shared,
     ):
         if depth == 0 and attention != "none":
             raise ValueError("attention stands after hidden layers: depth = 0 has none")
         super().__init__(
-            in_channels, out_channels, hidden, [hidden] * depth or [out_channels], cond=cond,
-            conditioning=conditioning, dims=dims, attention=attention, heads=heads, kernel_size=3,
+            in_channels, out_channels, hidden, [hidden] * depth or [out_channels], dims=dims, attention=attention,
+            kernel_size=3, **shared,
         )  # fmt: skip
         self.layers = nn.ModuleList(
             CONVOLUTION[dims](hidden, hidden, 1) if number else CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
             for number in range(depth)
         )
         self.head = ScaledHead(dims, hidden if depth else in_channels, out_channels)
-        if depth == 0 and cond is not None:
+        if depth == 0 and shared.get("cond") is not None:
             zeroed(self.conditioning.project)
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -158,6 +155,10 @@ class _ResidualNet(Net):
 
     activate: Callable[[Tensor], Tensor]
 
+    def __init__(self, in_channels: int, out_channels: int, hidden: int, depth: int, dims: int, **shared):
+        super().__init__(in_channels, out_channels, hidden, [hidden] * (1 + depth), dims=dims, kernel_size=3, **shared)
+        self.stem = CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
+
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         x, (first, *rest) = self.enter(x, cond, mask)
         h = modulate(self.stem(x), first)
@@ -192,16 +193,9 @@ class GatedConvNet(_ResidualNet):
         hidden: int = 64,
         depth: int = 3,
         dims: int = 2,
-        cond: Condition | None = None,
-        conditioning: Literal["concat", "film"] = "concat",
-        attention: AttentionKind = "none",
-        heads: int = 4,
+        **shared,
     ):
-        super().__init__(
-            in_channels, out_channels, hidden, [hidden] * (1 + depth), cond=cond,
-            conditioning=conditioning, dims=dims, attention=attention, heads=heads, kernel_size=3,
-        )  # fmt: skip
-        self.stem = CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
+        super().__init__(in_channels, out_channels, hidden, depth, dims, **shared)
         self.blocks = nn.ModuleList(GatedResidual(dims, hidden) for _ in range(depth))
         self.head = zeroed(CONVOLUTION[dims](2 * hidden, out_channels, 3, padding=1))
 
@@ -269,16 +263,9 @@ class ResidualConvNet(_ResidualNet):
         depth: int = 8,
         dims: int = 2,
         dropout: float = 0.0,
-        cond: Condition | None = None,
-        conditioning: Literal["concat", "film"] = "concat",
-        attention: AttentionKind = "none",
-        heads: int = 4,
+        **shared,
     ):
-        super().__init__(
-            in_channels, out_channels, hidden, [hidden] * (1 + depth), cond=cond,
-            conditioning=conditioning, dims=dims, attention=attention, heads=heads, kernel_size=3,
-        )  # fmt: skip
-        self.stem = CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
+        super().__init__(in_channels, out_channels, hidden, depth, dims, **shared)
         self.blocks = nn.ModuleList(NormedResidual(dims, hidden, dropout) for _ in range(depth))
         self.norm = ChannelNorm(hidden)
         self.head = zeroed(CONVOLUTION[dims](hidden, out_channels, 3, padding=1))
@@ -325,18 +312,12 @@ class WaveNet(Net):
         kernel_size: int = 5,
         dilation_rate: int = 1,
         dropout: float = 0.05,
-        cond: Condition | None = None,
-        conditioning: Literal["concat", "film"] = "concat",
-        attention: AttentionKind = "none",
-        heads: int = 4,
+        **shared,
     ):
         at_least(1, kernel_size=kernel_size, dilation_rate=dilation_rate)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size = {kernel_size} must be odd")
-        super().__init__(
-            in_channels, out_channels, hidden, [2 * hidden] * depth, cond=cond,
-            conditioning=conditioning, dims=1, attention=attention, heads=heads, everywhere=True,
-        )  # fmt: skip
+        super().__init__(in_channels, out_channels, hidden, [2 * hidden] * depth, dims=1, everywhere=True, **shared)
         self.hidden = hidden
         self.stem = nn.Conv1d(in_channels, hidden, 1)
         self.gates = nn.ModuleList(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.core.errors import InputError, at_least
+from genmodels.core.errors import InputError, at_least, positive
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_heads
 from genmodels.nn.blocks import CONVOLUTION, GroupNorm, check_channels, run
@@ -34,9 +34,7 @@ class Confinement(nn.Module):
 
     def __init__(self, spread: float = 1.0):
         super().__init__()
-        if not 0 < spread < math.inf:
-            raise InputError(f"the spread of the confinement must be positive and finite, got {spread}")
-        self.log_spread = nn.Parameter(torch.tensor(math.log(spread)))
+        self.log_spread = nn.Parameter(torch.tensor(math.log(positive("spread", spread))))
 
     @property
     def spread(self) -> Tensor:
@@ -90,8 +88,7 @@ class EnergyMLP(nn.Module):
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise InputError(f"hidden = {list(hidden)} must list the widths of at least one layer")
-        if not 0 < input_gain < math.inf:
-            raise InputError(f"input_gain must be positive and finite, got {input_gain}")
+        positive("input_gain", input_gain)
         self.event_shape, self.checkpointing = tuple(event_shape), checkpointing
         widths = [math.prod(event_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]

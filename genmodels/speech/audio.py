@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from genmodels.core.files import kind_of
 
-#: Sizes from here on mean an unknown length (a pipe), or one in another chunk (RF64).
-_UNKNOWN = 2**32 - 2**16
+#: Sizes that mean an unknown length (written to a pipe by SoX, by ffmpeg), or one in another chunk (RF64).
+_UNKNOWN = range(0x7FFFF000, 2**31), range(2**32 - 2**16, 2**32)
 _RATES = 1000, 1_000_000  # samples a second of a recording; other rates are those of a damaged header
 #: The integer of full scale for each type of sample in a wav file.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
@@ -84,7 +84,7 @@ def _check_whole(path: Path) -> None:
                 file.seek(size + size % 2, 1)
                 continue
             held = path.stat().st_size - file.tell()
-            if held < size < _UNKNOWN:
+            if held < size and not any(size in unknown for unknown in _UNKNOWN):
                 raise AudioError(f"{path}: truncated, it has {held} of the {size} bytes of sound that it declares")
             return
 

@@ -48,7 +48,7 @@ _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|tho
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 #: Decades; the apostrophe of `'90s` stands for the century.
 _DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
-_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)\b")
+_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?!\d)(?=(\s?[ap]m\b)?)")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
 
 
@@ -75,7 +75,7 @@ def normalise(text: str, language: str = "en") -> str:
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
-    found = re.sub(r"(?<![\w.,)])-(?=[\d$\u00a3\u20ac])", "minus ", found)
+    found = re.sub(r"(?<![\w.,)-])-(?=[\d$\u00a3\u20ac])", "minus ", found)
     if any(c.isdigit() for c in found):
         found = _read_numbers(found, language)
     found = found.replace("%", " percent ")
@@ -121,8 +121,8 @@ def _read_numbers(text: str, language: str) -> str:
         return f"{spelt[:-1]}ies" if spelt.endswith("y") else f"{spelt}s"
 
     def clock(match: re.Match) -> str:
-        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0") if int(match[2]) else "o'clock"
-        return f"{int(match[1])} {minutes}"
+        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0") if int(match[2]) else "" if match[3] else "o'clock"
+        return f"{int(match[1])} {minutes} "
 
     text = _AMOUNT.sub(lambda match: f" {amount(match)} ", text)
     if language.startswith("en"):

@@ -15,7 +15,15 @@ from pytorch_lightning.callbacks import Callback, EarlyStopping, ProgressBar
 from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
-from genmodels.core.errors import Interrupted, NotFinite, RunError, progress_bar, require_finite_rows, terminal
+from genmodels.core.errors import (
+    Interrupted,
+    NotFinite,
+    RunError,
+    at_least,
+    progress_bar,
+    require_finite_rows,
+    terminal,
+)
 from genmodels.core.files import TEMPORARY, write_text
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import to_text
@@ -42,8 +50,7 @@ class CheckpointOptions:
     keep_best: bool = True
 
     def __post_init__(self):
-        if self.every_n_steps < 1:
-            raise ValueError(f"checkpoint.every_n_steps must be at least 1, got {self.every_n_steps}")
+        at_least(1, **{"checkpoint.every_n_steps": self.every_n_steps})
 
 
 def between_batches(loops: dict, step: int, batches: int) -> dict:

@@ -26,7 +26,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, RunError, at_least, first_line, terminal
+from genmodels.core.errors import InputError, RunError, at_least, first_line, one_of, terminal
 from genmodels.core.files import flat
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
@@ -100,8 +100,7 @@ class TrainerOptions:
     deterministic: bool = False
 
     def __post_init__(self):
-        if self.precision not in ("32-true", "64-true", "bf16-mixed"):
-            raise InputError(f"trainer.precision must be 32-true, 64-true or bf16-mixed, got {self.precision!r}")
+        one_of("trainer.precision", self.precision, ("32-true", "64-true", "bf16-mixed"))
         for key in ("max_steps", "max_epochs", "limit_validation", "limit_evaluation", "accumulate", "num_nodes",
                     "log_every_n_steps"):
             at_least(1, **{f"trainer.{key}": 1 if getattr(self, key) is None else getattr(self, key)})
@@ -111,9 +110,8 @@ class TrainerOptions:
             raise InputError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
         if isinstance(self.devices, str) and not re.fullmatch(r"auto|-1|\d+(,\d+)*", self.devices):
             raise InputError(f"trainer.devices must be a number of processes, or auto, got {self.devices!r}")
-        accelerators = ("auto", "gpu", *AcceleratorRegistry.available_accelerators())
-        if self.accelerator not in accelerators:
-            raise InputError(f"trainer.accelerator must be one of {', '.join(accelerators)}, got {self.accelerator!r}")
+        one_of("trainer.accelerator", self.accelerator,
+               ("auto", "gpu", *AcceleratorRegistry.available_accelerators()))
         if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):
             raise InputError(f"trainer.strategy={self.strategy} is not a strategy of Lightning: use auto, or ddp for "
                              "several processes")

@@ -294,6 +294,11 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
     words = {"takes": None, "chunk": None, "text_file": f"{tmp_path}/texts.txt", "out": None}
     with pytest.raises(InputError, match=r"texts.txt, line 3: character '@'"):
         say(model, {}, tmp_path, {}, **words)
+    with pytest.raises(InputError, match=r"n=99: this model has \d+ example text"):
+        say(model, {}, tmp_path, {}, takes=99, chunk=None, text_file=None, out=None)
+    (tmp_path / "texts.txt").write_text("One\u2028cab.\n\nTwo @ home.\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"texts.txt, line 3: character '@'"):
+        say(model, {}, tmp_path, {}, **words)
     for out, options, said in (("a.wav", {}, "give a folder"), ("a.mp3", {}, "end it in .wav"),
                                ("a.npz", {"vocoder": "hifigan"}, "leave out vocoder")):
         words = {"takes": None, "chunk": None, "text_file": None, "out": f"{tmp_path}/{out}"}
@@ -341,6 +346,8 @@ def test_mels_in_pieces_are_mels_at_once(one_voice, chunk):
     pieces, lines = stream_texts(one_voice, TEXTS, how, None, chunk=chunk, takes=2, start=1)
     same(pieces, whole)
     assert len(lines) == 4 and "first chunk" in lines[0] and all(one.wave is None for one in pieces)
+    takes = [one.made["take"] for one in pieces]
+    assert takes == [one.made["take"] for one in whole] and set(takes) == {1, 2}
 
 
 def test_sound_that_cannot_be_streamed_is_refused(one_voice):

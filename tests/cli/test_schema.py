@@ -433,7 +433,7 @@ REFUSED_OPTIONS = {
     ("sample", "energy"): [
         "steps=0", "step_size=-1", "step_size=nan", "step_size=0", "inverse_temperature=0", "inverse_temperature=-1",
         "inverse_temperature=nan", "temperature=0.5", "sampler=ddim", "guidance=2"],
-    ("sample", "score"): ["steps=0", "steps=-3", "inverse_temperature=nan", "temperature=0.5", "sampler=hmc"],
+    ("sample", "score"): ["steps=0", "steps=-3", "inverse_temperature=nan", "temperature=-1", "sampler=hmc"],
     ("sample", "glow_tts"): [
         f"text=hello {word}" for word in (
             "speed=-1", "speed=0", "speed=nan", "speed=inf", "speed=x", "pause=-1", "pause=nan", "pause=inf",

@@ -396,6 +396,7 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ("a,b,c", ",", ("a", "b", "c")),
     ("# a,b,c", ",", ("a", "b", "c")),
     ('"name, of a",b,"c"', ",", ("name, of a", "b", "c")),
+    ('"weight, kg";b;"c"', ";", ("weight, kg", "b", "c")),
     ("\ta\tb", "\t", ("", "a", "b")),
     ("a  b c", " ", ("a", "b", "c")),
     ("a|b|c", "|", ("a", "b", "c")),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import struct
 import warnings
 import weakref
 
@@ -77,6 +78,7 @@ ZOO = {
     "grey_alpha.png": (Image.new("LA", (6, 6), (100, 255)), {}, (100, 100, 100), (100, 100, 100)),
     "colour_key.png": (_plain((200, 10, 30)), {"transparency": (200, 10, 30)}, (255, 255, 255), (255, 255, 255)),
     "sixteen.png": (_wide(257 * 77), {}, (77, 77, 77), (77, 77, 77)),
+    "sixteen_hole.png": (_wide(257 * 77), {"transparency": 257 * 77}, (255, 255, 255), (255, 255, 255)),
     "sixteen_white.tif": (_wide(65535), {}, (255, 255, 255), (255, 255, 255)),
     "cmyk.tif": (Image.new("CMYK", (6, 6), (0, 255, 255, 0)), {}, (255, 0, 0), (255, 0, 0)),
     "cmyk.jpg": (Image.new("CMYK", (6, 6), (0, 255, 255, 0)), {"quality": 100}, (255, 0, 0), (255, 0, 0)),
@@ -99,6 +101,16 @@ def test_every_mode_becomes_the_colour_that_one_sees(name, tmp_path):
     tolerance = 3 if name.lower().endswith(("jpg", "jpeg")) else 1
     for at, colour in ((x[:, 0, 0], upper), (x[:, -1, -1], lower)):
         assert (at.int() - torch.tensor(colour)).abs().max() <= tolerance
+
+
+def test_grey_of_twelve_bits_is_scaled_by_its_largest_value(tmp_path):
+    packed = b"\xff\xff\xff" * 8 + b"\x80\x08\x00" * 8  # two values of three hex digits: 0xfff, and 0x800
+    tags = ((256, 8), (257, 4), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 4), (279, len(packed)))
+    entries = b"".join(struct.pack("<HHII", tag, 3 if tag != 273 else 4, 1, value) for tag, value in tags)
+    (tmp_path / "a.tif").write_bytes(b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed
+                                     + struct.pack("<H", len(tags)) + entries + b"\0" * 4)
+    x = decode(tmp_path / "a.tif", 4, 1)
+    assert x[0, 0].tolist() == [255] * 4 and x[0, 3, 0] == 128
 
 
 def test_images_of_the_right_size_are_untouched_and_orientation_is_honoured(tmp_path):

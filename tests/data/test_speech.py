@@ -72,6 +72,13 @@ def test_statistics_are_those_of_valid_cells_and_padding_would_show():
     assert abs(padded["mean"] - whole["mean"]) > 0.1
 
 
+def test_silence_has_no_spread_whatever_rounding_leaves():
+    for frames in range(300, 340):  # digital silence: the sum of squares is rounded
+        silence = torch.full((80, frames), FLOOR)
+        assert cell_statistics([silence], "global")["std"] == 0.0
+        assert not any(cell_statistics([silence, silence[:, :7]], "band")["std"])
+
+
 def test_a_mel_is_computed_once_and_again_when_its_file_or_the_settings_change(tmp_path, monkeypatch):
     path = tmp_path / "a.wav"
     write(path, noise(22050))
@@ -230,6 +237,10 @@ def test_folders_of_classes_and_spoken_digits(tmp_path):
         for i in range(5):
             write(tmp_path / "named" / name / f"{i}.wav", noise(4000, i), 8000)
     assert Speech(root=str(tmp_path / "named"), **options).prepare().spec.class_names == ("cat", "dog")
+    for i in range(5):  # a class of this name is no folder of digits
+        write(tmp_path / "named" / "recordings" / "far" / f"{i}.wav", noise(4000, i), 8000)
+    classes = Speech(root=str(tmp_path / "named"), **options).prepare().spec.class_names
+    assert classes == ("cat", "dog", "recordings")
 
 
 def test_asterisk_prompts(tmp_path):

@@ -225,7 +225,7 @@ def test_discrete_decoder_needs_levels(levels):
 
 @pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan])
 def test_a_fixed_scale_is_positive(scale):
-    with pytest.raises(ValueError, match="give a finite number above 0"):
+    with pytest.raises(ValueError, match="must be a positive finite number"):
         Gaussian(scale=scale)
 
 

@@ -64,7 +64,7 @@ def test_the_largest_distance():
 
 def test_errors():
     for sigma in (0.0, math.nan):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match="must be a positive"):
             DenoisingScoreMatching(sigma=sigma)
 
 

@@ -478,7 +478,7 @@ def test_errors():
         ExactScoreMatching()(Quadratic(torch.eye(1100)), torch.zeros(1, 1100))
     with pytest.raises(ValueError, match="projections must be at least 1"):
         SlicedScoreMatching(projections=0)
-    with pytest.raises(ValueError, match="is not one of rademacher"):
+    with pytest.raises(ValueError, match="must be one of rademacher"):
         SlicedScoreMatching(projection="unit")
     with pytest.raises(ValueError, match="second_derivatives=False"):
         kinked = Energy(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Flatten(0)),

@@ -213,11 +213,13 @@ def padding_gap(block, dims):
 
 @pytest.mark.parametrize("name, dims", PADDABLE)
 def test_padding_does_not_exist(name, dims):
-    if name == "mel":
-        block = build(name, dims, (4, 5))
-    else:
-        block = build(name, dims)
+    space = (4, 5) if name == "mel" else SPACES[dims]
+    block = build(name, dims, space)
     assert padding_gap(block, dims) < 1e-10
+    x, valid = example(dims, space), (torch.arange(space[-1]) < 4).view(1, *(1,) * dims, -1)
+    (block(x.masked_fill(~valid, math.nan), valid) * valid).nan_to_num().square().sum().backward()
+    for part, parameter in block.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), part
 
 
 def test_maps_of_resampled_biases_take_no_mask():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from genmodels.core.errors import one_of
 from genmodels.core.random import dropout
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.position import DistanceBias, Position, distances
@@ -200,8 +201,7 @@ class Path(NamedTuple):
 
 def check_backend(backend: str, derivatives: int, dropout: float, position: Position) -> None:
     """Raise ValueError for a backend that cannot compute this attention."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    one_of("backend", backend, BACKENDS)
     if derivatives not in (1, 2):
         raise ValueError(f"derivatives must be 1 or 2, got {derivatives}")
     if backend in ("sdpa", "flex") and derivatives == 2:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from genmodels.core.errors import at_least
 from genmodels.core.random import dropout
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
@@ -54,8 +55,7 @@ class LocalDenseSynthesizer(AtOnce):
         bias: bool = True,
     ):
         super().__init__(dim, heads, dropout)
-        if c < 1:
-            raise ValueError(f"c must be at least 1, got {c}")
+        at_least(1, c=c)
         if boundary not in ("renormalise", "zero"):
             raise ValueError(f"boundary must be renormalise or zero, got {boundary!r}")
         self.c, self.boundary = c, boundary

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from genmodels.core.errors import one_of
+
 
 def relative_positions(Lq: int, Lk: int | None = None, q0: int = 0, k0: int = 0, *, device=None) -> Tensor:
     """The distances r[i, j] = (k0 + j) - (q0 + i), as int64 `(Lq, Lk)`; Lk is Lq by default.
@@ -211,8 +213,7 @@ class _Rotation(Position):
 
     def __init__(self, dim: int, heads: int, base: float, layout: Layout, *, cross: bool = False):
         super().__init__(dim, heads, cross=cross)
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        one_of("layout", layout, LAYOUTS)
         self.base, self.layout = base, layout
         self.register_buffer("layout_number", torch.tensor(LAYOUTS.index(layout)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import at_least
 from genmodels.nn.attention.position import DistanceBias, Position, Space
 
 
@@ -260,8 +261,7 @@ class MelPosition(Position):
     def __init__(self, dim: int, heads: int, *, n_freq: int, time: Position | None = None):
         super().__init__(dim, heads)
         time = Position(dim, heads) if time is None else time
-        if n_freq < 1:
-            raise ValueError(f"n_freq must be at least 1, got {n_freq}")
+        at_least(1, n_freq=n_freq)
         if (time.dim, time.heads) != (dim, heads):
             raise ValueError(f"time has (dim, heads) = {(time.dim, time.heads)}, MelPosition {(dim, heads)}")
         if time.dims != 1 or time.past_only:

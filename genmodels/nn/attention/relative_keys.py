@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import at_least
 from genmodels.nn.attention.position import (
     Position,
     Space,
@@ -123,8 +124,7 @@ class MusicTransformer(Position):
 
     def __init__(self, dim: int, heads: int, *, max_len: int = 512, shared: bool = False, cross: bool = False):
         super().__init__(dim, heads, cross=cross)
-        if max_len < 1:
-            raise ValueError(f"max_len must be at least 1, got {max_len}")
+        at_least(1, max_len=max_len)
         self.max_len = max_len
         self.E = nn.Parameter(torch.randn(1 if shared else heads, max_len, self.head_dim) * self.head_dim**-0.5)
 
