@@ -77,7 +77,7 @@ class Samples(core.Samples):
         return picture_of(self.x, self.spec, classes, self.index)
 
     def save(self, out: str | Path) -> Path:
-        """Write a .png (one grid), a .npz (arrays), a .csv (a table of vectors) or a folder (single files).
+        """Write a .png (one grid), a .npz (arrays), a .csv (of vectors), a .txt (texts) or a folder (single files).
 
         Raises:
             InputError: for a form that these samples do not have, or a place that cannot be written.
