@@ -204,7 +204,8 @@ class DiffusionSampler:
         if options.known is not None:
             made["rounds"] = options.rounds
         if options.edit is not None:
-            times, made["strength"] = times_from(times, options.strength), options.strength
+            times = times_from(times, options.strength)
+            made |= {"strength": options.strength, "steps_taken": len(times) - 1}
         return SamplingPlan(times, sampler, made)
 
     def times(self, schedule: Path, sampler: str, steps: int, spacing: str | None = None) -> Tensor:

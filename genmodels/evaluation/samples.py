@@ -398,7 +398,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     """
     check_path(target, spec)
     at_least(2, frames=frames)
-    steps = samples.made.get("steps", len(samples.path))
+    steps = samples.made.get("steps_taken", samples.made.get("steps", len(samples.path)))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
     chosen = evenly_changing(samples.path, frames)
     shown = samples.path[chosen]

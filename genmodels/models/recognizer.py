@@ -58,8 +58,8 @@ class Recognizer(GenerativeModel):
         attention    p(y | h) = prod_u p(y_u | y_<u, h)
         joint        loss = -w log p_ctc - (1 - w) log p_attention
 
-    The first three are exact probabilities. The likelihood is that of texts, in bits per character, which tables rank separately from those
-    of mels; the model has transcripts (`transcribe`) instead of samples.
+    The first three are exact probabilities. The likelihood is that of texts, in bits per character, which tables rank
+    separately from those of mels; the model has transcripts (`transcribe`) instead of samples.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.

@@ -147,6 +147,18 @@ def test_an_edit_changes_the_more_the_stronger_it_is():
     assert MODEL.sample(1, edit=ITEM, strength=0.05, sampler="ddpm").made["evaluations"] == 1
 
 
+def test_the_strip_of_an_edit_numbers_the_steps_that_were_taken(tmp_path, monkeypatch):
+    from genmodels.evaluation import samples as pictures
+
+    drawn = MODEL.sample(1, edit=ITEM, strength=0.4, sampler="ddim", steps=10, path=80)
+    named, true = [], pictures.grid
+    monkeypatch.setattr(pictures, "grid", lambda *args, names, **more: named.extend(names) or true(
+        *args, names=names, **more))
+    pictures.write_path(drawn, MODEL.spec, tmp_path / "a.png", 80)
+    taken = drawn.made["evaluations"]
+    assert 1 < taken < 10 and named == [f"step {k + 1}" for k in range(taken)]
+
+
 def test_latents_lead_back_and_depend_on_the_class():
     model = small()
     items = Batch(torch.stack([ITEM, ITEM.flip(1)]), torch.tensor([3, 3]))
