@@ -82,7 +82,7 @@ class SamplingOptions:
         >>> SamplingOptions(n=0)
         Traceback (most recent call last):
         ...
-        genmodels.core.errors.InputError: n must be at least 1, got 0
+        genmodels.core.errors.OptionError: n must be at least 1, got 0
     """
 
     n: int = 1

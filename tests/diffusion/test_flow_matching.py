@@ -189,7 +189,7 @@ def test_unknown_names_are_answered():
     with pytest.raises(ValueError, match="coupling must be one of"):
         Coupling("optimal")
     for blur in (0, math.inf):
-        with pytest.raises(ValueError, match=f"blur = {blur}: must be a positive finite number"):
+        with pytest.raises(ValueError, match=f"blur must be a positive finite number, got {blur}"):
             Coupling("sinkhorn", blur=blur)
     with pytest.raises(ValueError, match="path must be one of linear, cosine, vp_linear"):
         make_path("straight", 10)

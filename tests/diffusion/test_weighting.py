@@ -264,5 +264,5 @@ def test_in_the_objective(name):
      lambda: EDM(sigma_data=math.inf)],
 )
 def test_errors(build):
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="must be a positive finite number"):
         build()
