@@ -197,10 +197,10 @@ class Model:
         return Samples.of(drawn, self.spec)
 
     def _say(self, takes: int, options: dict[str, Any]) -> Speech:
-        from genmodels.cli.say import Speech, synthesis_options, synthesise
+        from genmodels.cli.say import Speech, examples_of, synthesis_options, synthesise
 
         how = synthesis_options(self.network, options)
-        texts = self.spec.text["examples"][:takes] if how.text is None else how.text
+        texts = examples_of(self.spec, takes) if how.text is None else how.text
         texts = [texts] if isinstance(texts, str) else list(texts)
         found = synthesise(self.network, texts, how, takes=1 if how.text is None else takes, start=how.start)
         return Speech(found, self.spec, how, origin(located(self.ckpt), self.header))

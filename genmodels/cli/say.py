@@ -60,11 +60,7 @@ def say(
     if text_file is not None:
         texts = TextReader(model.spec, how.on_unknown).lines_of(text_file)
     if texts is None:
-        texts = model.spec.text["examples"]
-        if takes is not None and takes > len(texts):
-            raise InputError(f"n={takes}: this model has {counted(len(texts), 'example text')}; with text= it is the "
-                             "number of takes")
-        texts, takes = texts[:takes], 1
+        texts, takes = examples_of(model.spec, takes), 1
     texts = [texts] if isinstance(texts, str) else list(texts)
     out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
@@ -88,6 +84,15 @@ def say(
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s ({factor}){whose}"]
     return lines + times + [line for one, target in zip(found, places, strict=True)
                             for line in write_utterance(one, model.spec, target, how, origin, vocoder)]
+
+
+def examples_of(spec: DataSpec, n: int | None) -> list[str]:
+    """The first n example texts of a data set, or all; InputError for more than there are."""
+    examples = spec.text["examples"]
+    if n is not None and n > len(examples):
+        raise InputError(f"n={n}: this model has {counted(len(examples), 'example text')}; with text= it is the number "
+                         "of takes")
+    return examples[:n]
 
 
 def _stem(name: str, how: SynthesisOptions, item: dict | None = None, unnamed: Collection[str] = ()) -> str:

@@ -84,15 +84,16 @@ def check_number(name: str, value: float, least: float, most: float = _LARGEST) 
 
 
 def positive(name: str, value: float) -> float:
-    """The value of an option; InputError unless it is a finite number above 0.
+    """The value of an option; OptionError unless it is a finite number above 0.
 
     Example:
         >>> positive("scale", 2)
         2.0
     """
-    if not (isinstance(value, Real) and 0 < value < math.inf):
-        raise InputError(f"{name} must be a positive finite number, got {value!r}")
-    return float(value)
+    number = value.item() if getattr(value, "ndim", None) == 0 else value  # of a tensor or an array
+    if isinstance(number, bool) or not (isinstance(number, Real) and 0 < number < math.inf):
+        raise OptionError(f"{name} must be a positive finite number, got {value!r}")
+    return float(number)
 
 
 def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:

@@ -84,9 +84,9 @@ def columns_of(path: Path) -> tuple[str, ...]:
 def _heading(line: str, path: Path) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
     marks = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
-    unquoted = re.sub('"[^"]*"', "", line)
+    unquoted = re.sub(r'(?:^|(?<=[\t,;| ]))"[^"]*"', "", line)  # 5" is no quotation
     delimiter = next((mark for mark in marks if mark in unquoted), None)
-    cells = _cells(line.removeprefix("#"), delimiter)  # np.savetxt writes a # before the names
+    cells = _cells(line.removeprefix("#").lstrip(" "), delimiter)  # np.savetxt writes a # before the names
     count = [str(number) for number in range(len(cells))]
     # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
     if line.startswith("#") or (len(cells) > 1 and cells in (count, ["", *count[:-1]])):

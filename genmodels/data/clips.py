@@ -378,7 +378,7 @@ def cell_statistics(mels, per: str) -> dict:
         count, total, squares = count * len(total), total.sum(), squares.sum()
     mean = total / count
     variance = squares / count - mean.square()
-    variance = variance.where(variance > 1e-12 * mean.square(), 0.0)  # less is rounding: the cells are constant
+    variance = variance.where(~(variance <= 1e-13 * mean.square()), 0.0)  # rounding of constant cells
     return {"per": per, "mean": mean.tolist(), "std": variance.sqrt().tolist()}
 
 

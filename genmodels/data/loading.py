@@ -333,6 +333,4 @@ def _one_thread(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "setpgrp"):
         os.setpgrp()
-        # SLURM and pkill signal every process by itself. A second SIGTERM, torch's to a worker that hangs, ends it.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM signals every process by itself

@@ -136,7 +136,8 @@ def construct(cls: type, *args: Any, **options: Any) -> Any:
     try:
         return cls(*args, **options)
     except OptionError as error:
-        raise InputError(str(error) if str(error).startswith("data.") else f"{cls.__name__}: {error}") from error
+        whole = "." in str(error).split()[0]  # the key of a setting, such as data.size
+        raise InputError(str(error) if whole else f"{cls.__name__}: {error}") from error
     except InputError:
         raise
     except (ValueError, TypeError) as error:

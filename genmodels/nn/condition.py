@@ -199,13 +199,13 @@ class Net(nn.Module):
         in_channels, out_channels: channels before and after.
         hidden: channels at the attention.
         widths: channels of the layers that a condition may modulate.
-        cond: what the network is conditioned on, if anything.
-        conditioning: `concat` or `film` (see `Conditioning`).
         dims: 1 or 2 spatial dimensions, 0 for vectors.
-        attention: entry of `ATTENTION`, applied after the hidden layers; `none` for none.
-        heads: heads of the attention.
         kernel_size: kernel of the first layer.
         everywhere: whether a concatenated condition acts on all layers.
+        cond: what the network is conditioned on, if anything.
+        conditioning: `concat` or `film` (see `Conditioning`).
+        attention: entry of `ATTENTION`, applied after the hidden layers; `none` for none.
+        heads: heads of the attention.
 
     Shapes: `x (B, in_channels, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result is
     `(B, out_channels, *space)`, zero outside the mask.
@@ -218,14 +218,14 @@ class Net(nn.Module):
         out_channels: int,
         hidden: int,
         widths: Sequence[int],
-        *,
         dims: int,
+        kernel_size: int = 1,
+        everywhere: bool = False,
+        *,
         cond: Condition | None = None,
         conditioning: Literal["concat", "film"] = "concat",
         attention: AttentionKind = "none",
         heads: int = 4,
-        kernel_size: int = 1,
-        everywhere: bool = False,
     ):
         super().__init__()
         if dims not in (0, 1, 2):

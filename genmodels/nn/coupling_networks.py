@@ -87,8 +87,8 @@ class ConvNet(Net):
         if depth == 0 and attention != "none":
             raise ValueError("attention stands after hidden layers: depth = 0 has none")
         super().__init__(
-            in_channels, out_channels, hidden, [hidden] * depth or [out_channels], dims=dims, attention=attention,
-            kernel_size=3, **shared,
+            in_channels, out_channels, hidden, [hidden] * depth or [out_channels], dims, 3, attention=attention,
+            **shared,
         )  # fmt: skip
         self.layers = nn.ModuleList(
             CONVOLUTION[dims](hidden, hidden, 1) if number else CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
@@ -156,7 +156,7 @@ class _ResidualNet(Net):
     activate: Callable[[Tensor], Tensor]
 
     def __init__(self, in_channels: int, out_channels: int, hidden: int, depth: int, dims: int, **shared):
-        super().__init__(in_channels, out_channels, hidden, [hidden] * (1 + depth), dims=dims, kernel_size=3, **shared)
+        super().__init__(in_channels, out_channels, hidden, [hidden] * (1 + depth), dims, 3, **shared)
         self.stem = CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -317,7 +317,7 @@ class WaveNet(Net):
         at_least(1, kernel_size=kernel_size, dilation_rate=dilation_rate)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size = {kernel_size} must be odd")
-        super().__init__(in_channels, out_channels, hidden, [2 * hidden] * depth, dims=1, everywhere=True, **shared)
+        super().__init__(in_channels, out_channels, hidden, [2 * hidden] * depth, 1, everywhere=True, **shared)
         self.hidden = hidden
         self.stem = nn.Conv1d(in_channels, hidden, 1)
         self.gates = nn.ModuleList(

@@ -34,7 +34,7 @@ class Confinement(nn.Module):
 
     def __init__(self, spread: float = 1.0):
         super().__init__()
-        self.log_spread = nn.Parameter(torch.tensor(math.log(positive("spread", spread))))
+        self.log_spread = nn.Parameter(torch.tensor(math.log(positive("the spread of the confinement", spread))))
 
     @property
     def spread(self) -> Tensor:

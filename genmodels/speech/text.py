@@ -48,7 +48,7 @@ _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|tho
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 #: Decades; the apostrophe of `'90s` stands for the century.
 _DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
-_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?!\d)(?=(\s?[ap]m\b)?)")
+_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?!\d)(?=(\s?[ap]\.?m\b)?)")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
 
 
@@ -122,7 +122,7 @@ def _read_numbers(text: str, language: str) -> str:
 
     def clock(match: re.Match) -> str:
         minutes = "oh " * (match[2] < "10") + match[2].lstrip("0") if int(match[2]) else "" if match[3] else "o'clock"
-        return f"{int(match[1])} {minutes} "
+        return f"{int(match[1])} {minutes}{' ' * match.string[match.end() : match.end() + 1].isalnum()}"
 
     text = _AMOUNT.sub(lambda match: f" {amount(match)} ", text)
     if language.startswith("en"):

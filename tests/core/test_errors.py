@@ -2,10 +2,12 @@
 
 import errno
 import io
+import math
 import os
 
 import numpy as np
 import pytest
+import torch
 
 from genmodels.core.errors import (
     InputError,
@@ -15,6 +17,7 @@ from genmodels.core.errors import (
     explain,
     none_or_at_least,
     one_of,
+    positive,
     progress_bar,
 )
 
@@ -74,6 +77,14 @@ def test_a_place_that_cannot_be_used_is_one_line(number):
     said, code = explain("train", OSError(number, os.strerror(number), "locked/x"))
     assert said == f"locked/x: {os.strerror(number).lower()}" and code == 1
     assert explain("train", OSError(errno.EIO, "input", "locked/x")) is None
+
+
+def test_positive_numbers():
+    for value in (0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5)):
+        assert positive("std", value) == 0.5
+    for value in (0, -1.0, math.inf, math.nan, True, None, "1", torch.tensor(0.0), np.ones(2)):
+        with pytest.raises(InputError, match="std must be a positive finite number, got "):
+            positive("std", value)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -397,6 +397,8 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ("# a,b,c", ",", ("a", "b", "c")),
     ('"name, of a",b,"c"', ",", ("name, of a", "b", "c")),
     ('"weight, kg";b;"c"', ";", ("weight, kg", "b", "c")),
+    ('height 5",weight 6",c', ",", ('height 5"', 'weight 6"', "c")),
+    ('# "a, b";b;c', ";", ("a, b", "b", "c")),
     ("\ta\tb", "\t", ("", "a", "b")),
     ("a  b c", " ", ("a", "b", "c")),
     ("a|b|c", "|", ("a", "b", "c")),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -266,3 +269,11 @@ def test_classes_of_few_items_are_split_too():
             assert len(part) == round(share * len(labels))
             counts = labels[part].bincount(minlength=int(labels.max()) + 1)
             assert (counts - share * labels.bincount()).abs().max() <= 1 + 1e-6
+
+
+def test_a_program_ends_while_its_loaders_have_workers():
+    """Multiprocessing ends the workers by one signal each, and waits for them."""
+    program = ("from genmodels.data.vision import Digits\n"
+               "batches = iter(Digits(num_workers=2).prepare().val_dataloader())\nprint(len(next(batches).x))")
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert (run.returncode, run.stdout) == (0, "64\n"), run.stderr

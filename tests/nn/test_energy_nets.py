@@ -149,7 +149,7 @@ def test_errors():
         EnergyMLP((2,))(torch.zeros(1, 2), torch.zeros(1))
     with pytest.raises(ValueError, match="a mask is bool"):
         EnergyConv((1, 4, 4))(torch.zeros(1, 1, 4, 4), mask=torch.ones(1, 1, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="spread must be a positive"):
+    with pytest.raises(ValueError, match="the spread of the confinement must be a positive"):
         Confinement(0.0)
     with pytest.raises(ValueError, match="form = 'sum'"):
         UNetEnergy((1, 4, 4), form="sum")

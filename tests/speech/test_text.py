@@ -120,6 +120,7 @@ READINGS = {
     "in 1906.": "in nineteen oh-six.",
     "at 10:30, 9:05, 7:10 or 12:00": "at ten thirty, nine oh five, seven ten or twelve o'clock",
     "12:30pm, 10:00 PM to 9:05am": "twelve thirty pm, ten pm to nine oh five am",
+    "10:00 p.m. and 5:00's": "ten p.m. and five o'clock's",
     "1--2": "one -- two",
     "the 1990s, '90s and 80s": "the nineteen nineties, nineties and eighties",
     "1900s, 2010s, mid-1840s": "nineteen hundreds, twenty tens, mid-eighteen forties",
