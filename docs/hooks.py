@@ -44,7 +44,8 @@ def commands() -> str:
 
     names = (*CONFIGURED, *PLAIN)
     sections = [f"## genmodels {name}\n\n```text\n{command_help(name)}\n```" for name in names]
-    return "\n\n".join(["# Commands", "`genmodels <command> --keys` lists every setting of a command.", *sections])
+    keys = "`genmodels <command> --keys` lists every setting, where the help of the command offers it."
+    return "\n\n".join(["# Commands", keys, *sections])
 
 
 def on_config(config):

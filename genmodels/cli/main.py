@@ -131,9 +131,9 @@ def _dispatch(command: str, words: list[str]) -> int:
             from genmodels.cli.sweep import sweep
 
             return sweep(hydra, overrides)
-        needs_checkpoint = command in OF_CHECKPOINTS and not any(word.startswith("ckpt=") for word in overrides)
-        if "keys" in options and needs_checkpoint:
-            overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
+        if "keys" in options:  # which can be listed before there is a checkpoint
+            needed = ["ckpt"] * (command in OF_CHECKPOINTS) + {"push": ["licence"], "corpus": ["out"]}.get(command, [])
+            overrides += [f"{key}=..." for key in needed if not any(word.startswith(f"{key}=") for word in overrides)]
         config = hydra.compose([with_quoted_text(word) for word in overrides])
         if "cfg" in options or "keys" in options:
             from genmodels.cli.completion import all_keys, as_yaml

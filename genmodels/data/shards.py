@@ -109,6 +109,11 @@ class ShardData(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def cond(self) -> Tensor | None:
+        """The classes of all items of the index."""
+        return None if self.form.spec.num_classes is None else torch.from_numpy(self.index.items["label"].copy())
+
     def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch:
         index = torch.as_tensor(positions, dtype=torch.int64)
         items = []
@@ -272,10 +277,8 @@ class Shards(DataModule):
         return ItemForm(spec, ItemKind("as written", spec.levels))
 
     def _guessed(self, storage: Storage, index: Index) -> ItemForm:
-        """The form of shards of other programs, inferred from the first item."""
-        labels, first = index.items["label"], index.items[0]
-        where = f"{self.root}: {name_of(storage, index.shards[first['shard']], int(first['start']))}"
-        classes = None
+        """The form of shards of other programs, inferred from the first item, or with `skip_bad` the first readable."""
+        labels, classes = index.items["label"], None
         if (labels >= 0).any():
             without = int((labels < 0).sum())
             if without:
@@ -286,18 +289,22 @@ class Shards(DataModule):
                 raise InputError(f"{self.root}: the largest class is {classes - 1:,} in {len(labels):,} items: number "
                                  "the classes from 0 on")
         name = Path(storage.folder).name or self.name
-        content = storage.ranges([(index.shards[first["shard"]], int(first["start"]), int(first["size"]))])[0]
-        if not is_array(index.kinds[first["kind"]]):
-            if self.size is None:
-                raise InputError(f"data.size is missing: {where} is {_extent(content)}; give the height and width to "
-                                 "which images are resized, for example data.size=32")
-            return ItemForm(DataSpec(name, (self.channels or 3, self.size, self.size), 256, classes), None)
-        try:
-            array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-        except ValueError as error:
-            raise InputError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
-        kind = kind_of_items(array[None], self.layout, self.levels, where)
-        return ItemForm(DataSpec(name, kind.event((1, *array.shape)), kind.levels, classes), kind)
+        for first in index.items[: 100 if self.skip_bad else 1]:
+            where = f"{self.root}: {name_of(storage, index.shards[first['shard']], int(first['start']))}"
+            content = storage.ranges([(index.shards[first["shard"]], int(first["start"]), int(first["size"]))])[0]
+            if not is_array(index.kinds[first["kind"]]):
+                if self.size is None:
+                    raise InputError(f"data.size is missing: {where} is {_extent(content)}; give the height and width "
+                                     "to which images are resized, for example data.size=32")
+                return ItemForm(DataSpec(name, (self.channels or 3, self.size, self.size), 256, classes), None)
+            try:
+                array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+            except ValueError as error:
+                wrong = " ".join(str(error).split())
+                continue
+            kind = kind_of_items(array[None], self.layout, self.levels, where)
+            return ItemForm(DataSpec(name, kind.event((1, *array.shape)), kind.levels, classes), kind)
+        raise InputError(f"{where} cannot be read: {wrong}")
 
     def training_batches(self, data: ShardData) -> ResumableBatchSampler:
         """Mels come in the batches of `Speech`, with texts those of about the same length."""
@@ -311,7 +318,7 @@ class Shards(DataModule):
         """One line for each shard with a wrong checksum; without checksums, for each item that cannot be used."""
         try:
             self.prepare()
-        except (InputError, OSError) as error:
+        except (InputError, RunError, OSError) as error:
             return [str(error)]
         data, found = self.split("train"), []
         if self._checksums:
@@ -338,6 +345,9 @@ def without_damaged(storage: Storage, index: Index, form: ItemForm) -> Index:
             write_whole(place, lambda file: json.dump(damaged, file), mode="w")
     if not damaged:
         return index
+    if 2 * len(damaged) > len(index.items):
+        raise InputError(f"{len(damaged):,} of {len(index.items):,} items of {storage.address} cannot be decoded as "
+                         f"{form.spec.event_shape}, the form of the first that can be read: too many to leave out")
     warnings.warn(f"left out {len(damaged):,} of {len(index.items):,} items of {storage.address}, which cannot be "
                   "decoded; genmodels doctor lists them without data.skip_bad", stacklevel=3)
     return replace(index, items=np.delete(index.items, damaged))

@@ -56,6 +56,8 @@ class Storage:
         self._files: OrderedDict[str, io.FileIO] = OrderedDict()
         (self._system, path), self._process = self._connect(), os.getpid()
         head, _, tail = path.rpartition("/")
+        if "*" in head:
+            raise InputError(f"data.root={address} has a * before its last part, where alone it may stand")
         self.folder, self.pattern = (head, tail) if "*" in tail or tail.endswith(".tar") else (path, None)
 
     def _connect(self) -> tuple:
@@ -194,13 +196,17 @@ def members(file) -> Iterator[tuple[str, int, int]]:
     """(name, offset, size) of every file in a tar.
 
     Raises:
-        ValueError: a phrase for a tar that is cut off or damaged.
+        ValueError: a phrase for a tar that is cut off or damaged, or holds links or sparse files.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             member = tar.firstmember and tar.next()  # of an empty tar Python 3.10 would seek before its start
             while member is not None:
                 tar.members = []  # it would keep all of them
+                if member.islnk() or member.issym():
+                    raise ValueError(f"{member.name} is a link: pack it with tar --dereference --hard-dereference")
+                if member.issparse():
+                    raise ValueError(f"{member.name} is a sparse file: pack it without --sparse")
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
                 member = tar.next()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -86,6 +87,7 @@ class TextFile(DataModule):
         none_or_at_least(1, **{"data.length": length, "data.stride": stride})
         self.file, self.length, self.stride, self.spoken = Path(data_root(file)), length, stride or length, spoken
         self.fractions = split_fractions(val_fraction, test_fraction)
+        self._foreign: str | None = None
 
     def load(self):
         """Read the file and cut it."""
@@ -93,6 +95,13 @@ class TextFile(DataModule):
             read = np.fromfile(self.file, dtype=np.uint8)
         except OSError as error:
             raise InputError(f"data.file={self.file} cannot be read ({error.strerror}): name a text file") from None
+        read = read[3:] if read[:3].tobytes() == codecs.BOM_UTF8 else read
+        try:
+            read.tobytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._foreign = f"data.file={self.file} is not UTF-8 (byte {error.start})"
+            if self.spoken:
+                raise InputError(f"{self._foreign}: convert it, for example with iconv") from None
         if self.spoken:
             read = np.frombuffer(self._normal(read.tobytes()), dtype=np.uint8).copy()
         held_out = [round(fraction * len(read)) for fraction in self.fractions[1:]]
@@ -110,8 +119,13 @@ class TextFile(DataModule):
         fingerprint = f"{len(read):,} bytes, {hashlib.sha256(read).hexdigest()[:12]}"
         return DataSpec("text", (1, self.length), levels=256, encoding=encoding, fingerprint=fingerprint), splits
 
+    def notes(self) -> list[str]:
+        """Whether the bytes are no text."""
+        foreign = [] if self._foreign is None else [f"{self._foreign}: its bytes are modelled as they are"]
+        return foreign + super().notes()
+
     def _normal(self, read: bytes) -> bytes:
-        lines = read.decode("utf-8-sig", errors="replace").splitlines()
+        lines = read.decode("utf-8").splitlines()
         with as_input_errors():
             normal = [in_form(line, "characters", "en") for line in lines if any(c.isalpha() for c in line)]
         return "".join(f"{line}\n" for line in normal).encode()

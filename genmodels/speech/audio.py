@@ -73,20 +73,25 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
 
 
 def _check_whole(path: Path) -> None:
-    """Raise an AudioError if a wav file is shorter than it declares, which scipy ignores."""
+    """Raise an AudioError if a wav file is shorter than it declares, or has two parts, which scipy ignores."""
     if path.exists() and not path.is_file():
         raise AudioError(f"{path}: it is {kind_of(path)}, not a file")
     with open(path, "rb") as file:
         order = ">" if file.read(12)[:4] == b"RIFX" else "<"
+        sounds = 0
         while len(chunk := file.read(8)) == 8:
             size = struct.unpack(f"{order}I", chunk[4:])[0]
             if chunk[:4] != b"data":
                 file.seek(size + size % 2, 1)
                 continue
-            held = path.stat().st_size - file.tell()
-            if held < size and not any(size in unknown for unknown in _UNKNOWN):
+            held, sounds = path.stat().st_size - file.tell(), sounds + 1
+            if sounds == 2:
+                raise AudioError(f"{path}: it has several chunks of sound; write them as one")
+            if any(size in unknown for unknown in _UNKNOWN):
+                return
+            if held < size:
                 raise AudioError(f"{path}: truncated, it has {held} of the {size} bytes of sound that it declares")
-            return
+            file.seek(size + size % 2, 1)
 
 
 def resample(wave: Tensor, rate: int, wanted: int) -> Tensor:

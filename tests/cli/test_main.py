@@ -94,6 +94,8 @@ def test_keys_are_those_that_can_be_set(fake_train, capsys):
     listed = capsys.readouterr().out
     assert "data.name=" in listed or "data.kind=" in listed or "data: Toy" in listed
     assert "trainer.max_steps" in listed
+    for command, key in (("sample", "steps="), ("push", "licence="), ("corpus", "out=")):
+        assert cli.main([command, "--keys"]) == 0 and key in capsys.readouterr().out
 
 
 WORDS = [

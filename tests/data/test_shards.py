@@ -170,6 +170,41 @@ def test_damaged_items_are_left_out_if_asked(folder, monkeypatch):
     left()
 
 
+def test_a_damaged_first_item_is_left_out_but_no_majority(tmp_path):
+    good, other = [{"npy": array(np.arange(3.0) + n)} for n in range(20)], {"npy": array(np.zeros(5))}
+    write(tmp_path / "set", "0.tar", [{"npy": b"x"}, *good])
+    with pytest.raises(InputError, match="00000.npy cannot be read"):
+        Shards(root=str(tmp_path / "set")).prepare()
+    with pytest.warns(UserWarning, match="left out 1 of 21 items"):
+        data = Shards(root=str(tmp_path / "set"), skip_bad=True).prepare()
+    assert data.spec.event_shape == (3,)
+    write(tmp_path / "odd", "0.tar", [other, *good])
+    with pytest.raises(InputError, match=r"20 of 21 items .* the form of the first that can be read: too many"):
+        Shards(root=str(tmp_path / "odd"), skip_bad=True).prepare()
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE])
+def test_files_that_a_tar_holds_as_links_are_not_left_out_in_silence(kind, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        for n in range(20):
+            info = tarfile.TarInfo(f"{n:02d}.png")
+            info.size = len(image(1))
+            tar.addfile(info, io.BytesIO(image(1)))
+        info = tarfile.TarInfo("20.png")
+        info.type, info.linkname = kind, "" if kind == tarfile.GNUTYPE_SPARSE else "00.png"
+        tar.addfile(info)
+    with pytest.raises(InputError, match=r"20.png is a (link: pack it with tar --deref|sparse file: pack it without)"):
+        Shards(root=str(tmp_path), size=8).prepare()
+
+
+def test_classes_without_items_and_patterns_in_folders(tmp_path):
+    write(tmp_path / "set", "0.tar", [{"png": image(n), "cls": b"3" if n % 2 else b"0"} for n in range(20)])
+    data = Shards(root=str(tmp_path / "set"), size=8).prepare()
+    assert any("no training item has class 1, 2 (2 of 4)" in line for line in data.notes())
+    with pytest.raises(InputError, match="has a \\* before its last part"):
+        Shards(root=str(tmp_path / "s*" / "0.tar"), size=8).prepare()
+
+
 @pytest.mark.parametrize(("bad", "options", "said"), [
     (np.zeros(3), {}, r"has shape \(3,\), where the others have \(2,\)"),
     (np.array([0, np.inf]), {}, "holds a value that is not finite"),

@@ -57,3 +57,16 @@ def test_spoken_lines_are_in_the_normal_form(tmp_path, text, line):
     whole = "".join(to_text(data.split(name).__getitems__([k]).x[0]) for name in ("train", "val", "test")
                     for k in range(len(data.split(name))))
     assert whole.startswith(line) and set(whole) <= set(line)
+
+
+def test_the_mark_of_byte_order_is_no_text_and_other_encodings_are_mentioned(tmp_path):
+    place = tmp_path / "a.txt"
+    place.write_bytes(b"\xef\xbb\xbf" + b"to be or not to be, " * 60)
+    for spoken in (False, True):
+        data = TextFile(file=str(place), length=16, spoken=spoken).prepare()
+        assert data.spec.encoding == "ascii" and data.notes() == []
+        assert to_text(data.split("train").__getitems__([0]).x[0]).startswith("to be or")
+    place.write_bytes("caf\u00e9 ".encode("latin-1") * 80)
+    assert "is not UTF-8 (byte 3): its bytes are modelled" in TextFile(file=str(place), length=16).prepare().notes()[0]
+    with pytest.raises(InputError, match=r"is not UTF-8 \(byte 3\): convert it"):
+        TextFile(file=str(place), length=16, spoken=True).prepare()

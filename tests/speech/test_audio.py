@@ -55,6 +55,9 @@ def test_chunks_next_to_the_sound_and_lengths_that_were_not_known(tmp_path):
     title = b"LIST" + struct.pack("<I", 5) + b"title" + b"\0"
     path.write_bytes(whole[:36] + title + whole[36:] + title)
     assert torch.equal(read_wav(path)[0], true)
+    path.write_bytes(whole + whole[36:])  # a second chunk of sound
+    with pytest.raises(AudioError, match="several chunks of sound"):
+        read_wav(path)
     for unknown in (2**32 - 1, 0x7FFFF000):  # as ffmpeg and SoX write to a pipe
         size = struct.pack("<I", unknown)
         path.write_bytes(whole[:4] + size + whole[8:40] + size + whole[44:])
