@@ -95,13 +95,13 @@ class TextFile(DataModule):
             read = np.fromfile(self.file, dtype=np.uint8)
         except OSError as error:
             raise InputError(f"data.file={self.file} cannot be read ({error.strerror}): name a text file") from None
-        read = read[3:] if read[:3].tobytes() == codecs.BOM_UTF8 else read
         try:
             read.tobytes().decode("utf-8")
         except UnicodeDecodeError as error:
             self._foreign = f"data.file={self.file} is not UTF-8 (byte {error.start})"
             if self.spoken:
                 raise InputError(f"{self._foreign}: convert it, for example with iconv") from None
+        read = read[3:] if read[:3].tobytes() == codecs.BOM_UTF8 else read
         if self.spoken:
             read = np.frombuffer(self._normal(read.tobytes()), dtype=np.uint8).copy()
         held_out = [round(fraction * len(read)) for fraction in self.fractions[1:]]
@@ -125,7 +125,7 @@ class TextFile(DataModule):
         return foreign + super().notes()
 
     def _normal(self, read: bytes) -> bytes:
-        lines = read.decode("utf-8").splitlines()
+        lines = re.split(r"\r\n?|\n", read.decode("utf-8"))  # `splitlines` also cuts at U+2028 within a text
         with as_input_errors():
             normal = [in_form(line, "characters", "en") for line in lines if any(c.isalpha() for c in line)]
         return "".join(f"{line}\n" for line in normal).encode()

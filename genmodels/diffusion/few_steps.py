@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size, event_sum
 from genmodels.diffusion.denoiser import AtAnyTime, FlowMap
@@ -180,8 +180,7 @@ class ProgressiveDistillation(Simple):
         time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
         super().__init__(weighting=weighting, time_sampler=time_sampler)
-        if steps < 1 or teacher_steps < 1:
-            raise InputError(f"steps = {steps} and teacher_steps = {teacher_steps} must be at least 1")
+        at_least(1, steps=steps, teacher_steps=teacher_steps)
         self.teacher, self.steps, self.teacher_steps = teacher, steps, teacher_steps
 
     def check(self, denoiser) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.random import normal
 from genmodels.diffusion.few_steps import ConsistencySampler
 from genmodels.diffusion.parameterisation import Prediction
@@ -215,8 +215,9 @@ class EDMSampler(HeunSampler):
     def __init__(
         self, steps: int, *, churn: float = 0.0, smallest: float = 0.0, largest: float = math.inf, noise: float = 1.0
     ):
-        if steps < 1 or not (churn >= 0 and 0 <= noise < math.inf):
-            raise InputError(f"steps = {steps}, churn = {churn}, noise = {noise}: give steps >= 1, the others >= 0")
+        at_least(1, steps=steps)
+        if not (churn >= 0 and 0 <= noise < math.inf):
+            raise InputError(f"churn = {churn}, noise = {noise}: give numbers that are at least 0")
         if not smallest <= largest:
             raise InputError(f"smallest = {smallest} and largest = {largest}: give the smaller noise level first")
         self.rise = min(churn / steps, math.sqrt(2) - 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Latents
-from genmodels.core.errors import one_of, only_for
+from genmodels.core.errors import at_least, none_or_at_least, one_of, only_for
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, per_example, shown
 from genmodels.flows.composition import Compose
@@ -325,8 +325,8 @@ def glow(
     dims = len(event_shape) - 1
     if dims not in _SQUEEZE:
         raise ValueError(f"glow takes images (C, H, W) or sequences (C, T), not events of shape {tuple(event_shape)}")
-    if steps < 1 or (levels is not None and levels < 1):
-        raise ValueError(f"glow needs at least one step and one level, got steps = {steps}, levels = {levels}")
+    at_least(1, steps=steps)
+    none_or_at_least(1, levels=levels)
     _check_sides(event_shape, 1 if levels is None else levels)
     levels = max(1, default_levels(event_shape)) if levels is None else levels
 

@@ -48,11 +48,12 @@ def test_what_cannot_be_cut(file, options, said):
 @pytest.mark.parametrize("text, line", [
     ("Mr. Bo's  Room!\n\n* * *\nAnd THEN?\n", "mister bo's room!\nand then?\n"),
     ("Room 130.\n\n* * *\nMr. Bo's, 2nd!\n", "room one hundred thirty.\nmister bo's, second!\n"),
-], ids=["words", "numbers"])  # fmt: skip
+    ("One\u2028line.\r\nTwo.\rThree.\r\n", "one line.\ntwo.\nthree.\n"),
+], ids=["words", "numbers", "ends of lines"])  # fmt: skip
 def test_spoken_lines_are_in_the_normal_form(tmp_path, text, line):
     if any(c.isdigit() for c in text):
         pytest.importorskip("num2words")
-    (tmp_path / "book.txt").write_text(text * 9)
+    (tmp_path / "book.txt").write_text(text * 9, newline="")
     data = TextFile(file=tmp_path / "book.txt", length=8, spoken=True, val_fraction=0.2, test_fraction=0.2).prepare()
     whole = "".join(to_text(data.split(name).__getitems__([k]).x[0]) for name in ("train", "val", "test")
                     for k in range(len(data.split(name))))
@@ -68,5 +69,7 @@ def test_the_mark_of_byte_order_is_no_text_and_other_encodings_are_mentioned(tmp
         assert to_text(data.split("train").__getitems__([0]).x[0]).startswith("to be or")
     place.write_bytes("caf\u00e9 ".encode("latin-1") * 80)
     assert "is not UTF-8 (byte 3): its bytes are modelled" in TextFile(file=str(place), length=16).prepare().notes()[0]
-    with pytest.raises(InputError, match=r"is not UTF-8 \(byte 3\): convert it"):
+    place.write_bytes(b"\xef\xbb\xbfcaf\xe9 " * 80)
+    assert "is not UTF-8 (byte 6)" in TextFile(file=str(place), length=16).prepare().notes()[0]
+    with pytest.raises(InputError, match=r"is not UTF-8 \(byte 6\): convert it"):
         TextFile(file=str(place), length=16, spoken=True).prepare()
