@@ -47,7 +47,7 @@ class Composer:
         self.hydra, self.command = hydra, command
         # Hydra reads its folders again at every call, and its loader copies all that it has.
         self._options = cache(hydra.config_loader.repository.get_group_options)
-        self._groups = self._options("", ObjectType.GROUP)
+        self.groups = self._options("", ObjectType.GROUP)
 
     def parse(self, overrides: list[str]) -> list[Override]:
         """`key=value` words as parsed by Hydra, allowed for keys that YAML does not name.
@@ -69,7 +69,7 @@ class Composer:
         plain = override.type in (OverrideType.CHANGE, OverrideType.ADD) and override.package is None
         if not plain or override.is_hydra_override() or "/" in key:
             return word
-        if key not in self._groups or isinstance(override.value(), dict):
+        if key not in self.groups or isinstance(override.value(), dict):
             return "++" + word.lstrip("+")
         if not override.is_sweep_override():
             # Hydra silently ignores an unknown option of an optional group, such as preset.
@@ -113,7 +113,7 @@ class Composer:
         that the run trusted are not trusted again: its folder may come from elsewhere.
         """
         resume = next((o.value() for o in parsed if o.key_or_group == "resume"), None)
-        groups = self._groups
+        groups = self.groups
         if self.command != "train" or not resume or resume in ("last", "auto") or any(
                 o.key_or_group in groups or o.is_sweep_override() or o.is_delete() for o in parsed):  # fmt: skip
             return None

@@ -41,7 +41,8 @@ def main(words: list[str]) -> int:
             raise InputError(f"--fix-list={fix_list} is {kind_of(fix_list)}, not a file")
         check_writable("--fix-list", fix_list)
     if wrong := [word for word in words if "=" not in word and not word.startswith("~")]:
-        raise InputError(f"cannot read {wrong[0]!r}: write key=value, as in data=image_folder data.root=photos")
+        raise InputError(f"cannot read {wrong[0]!r}: write key=value, as in data=image_folder data.root=photos; "
+                         "`genmodels train --keys` lists the settings")
     read: dict = {"named": any(word.startswith(("model", "experiment")) for word in words)}
     of_words = [("data", lambda: check_data(words, fix_list, read)), ("training", lambda: check_training(read))]
     for name, check in [*CHECKS.items(), *(of_words if words else [])]:

@@ -360,7 +360,7 @@ def _folder(settings: DictConfig, parsed: list[Override]) -> Path:
     Raises:
         InputError: if the one that is named holds a sweep.
     """
-    folder = Path(settings.sweep.dir)
+    folder = Path(settings.sweep.dir).expanduser()
     if not any(o.key_or_group == "hydra.sweep.dir" for o in parsed):
         return new_folder(folder)
     if (folder / "multirun.yaml").exists():
@@ -385,19 +385,21 @@ def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override]
         folder = Path(str(value)).expanduser()
         if not (folder / "multirun.yaml").is_file():
             return parsed, None
-        if all(o.is_hydra_override() for o in others):  # alone: with its own settings
+        # With its own settings and these, unless points or a group are given, as for a run (`Composer._of_run`).
+        if all(o.is_hydra_override() or not (o.is_sweep_override() or o.key_or_group in composer.groups)
+               for o in others):  # fmt: skip
             try:
                 then = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
                 own = composer.parse([*then.task, *(o for o in then.hydra if not o.startswith(_SET_BY_US))])
             except (OmegaConfBaseException, yaml.YAMLError, AttributeError) as error:
                 raise InputError(f"{folder / 'multirun.yaml'} holds no settings of a sweep: give those of this one, as "
                                  "on its command line") from error
-            others = [*own, *others]
+            others = [*(o for o in own if o.key_or_group not in {given.key_or_group for given in others}), *others]
         return others, folder
     settings = composer.settings(others)
-    root = Path(settings.sweep.dir).parent
+    root = Path(settings.sweep.dir).expanduser().parent
     named = any(o.key_or_group == "hydra.sweep.dir" for o in parsed)
-    records = [Path(settings.sweep.dir) / "multirun.yaml"] if named else root.glob("*/multirun.yaml")
+    records = [root / Path(settings.sweep.dir).name / "multirun.yaml"] if named else root.glob("*/multirun.yaml")
     wanted = _identity(others)
     found = []
     for record in records:

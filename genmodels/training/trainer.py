@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
@@ -23,6 +24,7 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Str
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from scipy.signal import savgol_filter
 from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
@@ -259,12 +261,13 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
     the search is repeated with a tenth of the largest rate.
 
     Raises:
-        InputError: for several processes, which would each find another rate, and where no rate is found.
+        InputError: for several processes, which would each find another rate, and where losses are not finite or do
+            not fall.
     """
     if options.num_nodes != 1 or options.devices not in (1, "1", "auto"):
         raise InputError("trainer.lr_find tries learning rates on one process: run it with trainer.devices=1 "
                          "trainer.max_steps=1, then give model.optimizer.lr the rate that it prints")
-    start, rate = copy.deepcopy(network.state_dict()), None
+    start = copy.deepcopy(network.state_dict())
     bar = sys.stderr if options.progress and terminal(sys.stderr) else io.StringIO()  # Lightning's, a line each step
     for largest in (1.0, 0.1, 0.01, 0.001):
         network.load_state_dict(start)
@@ -276,11 +279,37 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
             # Losses may be negative, where Lightning's threshold on the loss would end the search at once.
             finder = Tuner(trainer).lr_find(network, training_stream(datamodule), min_lr=1e-6, max_lr=largest,
                                             num_training=_TRIES, early_stop_threshold=None, update_attr=False)
-            rate = finder.suggestion()
-            break
-    if rate is None:
-        raise InputError("trainer.lr_find found no learning rate, the losses are not finite: give model.optimizer.lr")
-    return float(f"{rate:.2g}")
+            rate = steepest(np.array(finder.results["lr"]), _single_losses(np.array(finder.results["loss"])))
+            if rate is None:
+                raise InputError(f"trainer.lr_find tried learning rates from 1e-6 to {largest:g}, and the loss falls at "
+                                 "none of them: give model.optimizer.lr")
+            return float(f"{rate:.2g}")
+    raise InputError("trainer.lr_find found no learning rate, the losses are not finite: give model.optimizer.lr")
+
+
+def steepest(rates: np.ndarray, losses: np.ndarray) -> float | None:
+    """The rate at which the loss falls fastest per factor of the rate, before it is lowest; None if it does not fall.
+
+    Both come from lines fitted to 21 neighbouring steps. Losses above the first ones count as these, so that one that
+    explodes does not reach far. Lightning's own suggestion is not used: it divides by the distance of two rates, so that
+    the noise of the smallest ones decides.
+
+    Example:
+        >>> rates = np.logspace(-6, 0, 100)
+        >>> print(f"{steepest(rates, -np.tanh(np.log10(rates) + 3)):.1g}")
+        0.001
+    """
+    losses = np.minimum(losses, losses[:10].max())
+    level, slope = (savgol_filter(losses, 21, 1, deriv=order) for order in (0, 1))
+    lowest = level.argmin()
+    return float(rates[slope[: lowest + 1].argmin()]) if lowest >= 10 else None
+
+
+def _single_losses(smoothed: np.ndarray, decay: float = 0.98) -> np.ndarray:
+    """The loss of every step from the running means that Lightning's finder records."""
+    # Its correction for the start from 0 counts a step too many, which makes the first means half of the losses.
+    running = smoothed * (1 - decay ** np.arange(2, len(smoothed) + 2))
+    return (running - decay * np.append(0, running[:-1])) / (1 - decay)
 
 
 #: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.

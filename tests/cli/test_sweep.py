@@ -160,6 +160,12 @@ def test_a_folder_alone_brings_the_settings_of_its_sweep(points, capsys):
     assert "1 of 2 points done" in kept["summary.txt"]
     assert cli.main(["train", "-m", "seed=1", "model.net.channels=16", f"resume={folder}"]) == 1  # all fail
     assert {name: (folder / name).read_text() for name in kept} == kept
+    points.clear()
+    assert cli.main(["train", "-m", "trainer.max_steps=200", "seed=0,3", f"resume={folder}"]) == 0
+    points.clear()
+    assert cli.main(["train", "-m", "trainer.max_steps=300", f"resume={folder}"]) == 0  # with the points of the line before
+    assert [(config["seed"], config["trainer"]["max_steps"]) for config, *_ in points] == [(0, 300), (3, 300)]
+    assert "trainer.max_steps=300" in (folder / "multirun.yaml").read_text()
     (folder / "multirun.yaml").write_text("hydra: 1")
     assert cli.main(["train", "-m", f"resume={folder}"]) == 2 and "holds no settings" in capsys.readouterr().err
 
@@ -183,6 +189,16 @@ def test_a_checkpoint_to_resume_belongs_to_its_point(points, monkeypatch):
     monkeypatch.setattr(sys.modules["genmodels.cli.train"], "run", lambda **config: points.append(config))
     assert cli.main(["train", "-m", "resume=a.ckpt,b.ckpt"]) == 0
     assert [(config["resume"], config.get("run_dir")) for config in points] == [("a.ckpt", None), ("b.ckpt", None)]
+
+
+def test_a_folder_of_a_sweep_at_home(points, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cli.main(["train", "-m", "seed=0,3", "hydra.sweep.dir=~/sweep"]) == 0
+    assert {Path(config["run_dir"]) for config, *_ in points} == {tmp_path / f"home/sweep/seed-{k}" for k in (0, 3)}
+    assert (tmp_path / "home/sweep/multirun.yaml").is_file() and not (tmp_path / "~").exists()
+    points.clear()
+    for words in (["resume=~/sweep"], ["seed=0,3", "hydra.sweep.dir=~/sweep", "resume=last"]):
+        assert cli.main(["train", "-m", *words]) == 0 and points == []
 
 
 def test_a_named_folder_of_a_sweep(points, capsys):

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from pytorch_lightning.trainer.connectors import accelerator_connector
@@ -175,7 +176,6 @@ def test_a_signal_in_the_last_validation_ends_a_sweep(tmp_path, monkeypatch, cap
 
 def test_the_learning_rate_is_found_once_and_kept_by_a_resumed_run(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    monkeypatch.setattr(trainer, "_TRIES", 25)
     assert main([*TINY, f"run_dir={run}", "trainer.max_steps=2", "trainer.lr_find=true"]) == 0
     rate = read_header(run / "last.ckpt")["config"]["model"]["optimizer"]["lr"]
     printed = capsys.readouterr()
@@ -295,14 +295,69 @@ class Diverging:
     def lr_find(self, network, loader, max_lr, **options):
         if max_lr > 0.05:
             raise RunError("the loss is not finite")
-        return SimpleNamespace(suggestion=lambda: max_lr / 3)
+        rates = np.logspace(-6, np.log10(max_lr), 100)
+        losses = -np.tanh(np.log10(3 * rates / max_lr))  # falls fastest at a third of max_lr
+        return SimpleNamespace(results={"lr": list(rates), "loss": list(running_means(losses))})
+
+
+def running_means(losses):
+    """As Lightning's finder records losses."""
+    running, found = 0.0, []
+    for step, loss in enumerate(losses, 1):
+        running = 0.98 * running + 0.02 * loss
+        found.append(running / (1 - 0.98 ** (step + 1)))
+    return np.array(found)
 
 
 def test_smaller_rates_are_tried_where_losses_are_not_finite(monkeypatch):
     monkeypatch.setattr(trainer, "Tuner", Diverging)
     network = NSF(DataSpec("plane", (2,)), layers=1, hidden=8)
     monkeypatch.setattr(TrainerOptions, "build", lambda *_: SimpleNamespace(strategy=SimpleNamespace()))
-    assert trainer.find_learning_rate(TrainerOptions(), network, Toy().prepare()) == 0.0033
+    found = trainer.find_learning_rate(TrainerOptions(), network, Toy().prepare())
+    assert found == pytest.approx(0.01 / 3, rel=0.15)
+
+
+def test_losses_of_steps_are_those_of_the_training(monkeypatch):
+    seen, single = [], []
+    loss, of_finder = NSF.training_step, trainer._single_losses
+
+    def step(self, *given):
+        out = loss(self, *given)
+        seen.append(float(out["loss"] if isinstance(out, dict) else out))
+        return out
+
+    monkeypatch.setattr(NSF, "training_step", step)
+    monkeypatch.setattr(trainer, "_single_losses", lambda means: single.append(of_finder(means)) or single[-1])
+    monkeypatch.setattr(trainer, "_TRIES", 30)
+    data = Toy().prepare()
+    network = NSF(data.spec, layers=1, hidden=8)
+    network.initialize(trainer.initial_batch(data))
+    trainer.find_learning_rate(TrainerOptions(), network, data)
+    assert seen == pytest.approx(single[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("explodes", [1.0, 1e9])
+def test_the_rate_of_the_steepest_fall(explodes):
+    rates, ours, lightnings = np.logspace(-6, 0, 100), [], []
+    for seed in range(5):
+        noise = 0.1 * np.random.default_rng(seed).normal(size=100)
+        losses = 2 - np.tanh(2 * (np.log10(rates) + 3)) + noise  # falls fastest at 1e-3
+        losses[75:] += explodes
+        ours.append(trainer.steepest(rates, losses))
+        means = running_means(losses)[10:-1]  # Lightning's suggestion, the steepest fall per difference of the rate
+        lightnings.append(rates[10:-1][np.gradient(means, rates[10:-1]).argmin()])
+    assert np.abs(np.log10(ours) + 3).max() < 0.4 and np.abs(np.log10(lightnings) + 3).max() > 1
+
+
+def test_no_rate_is_found_where_the_loss_does_not_fall(monkeypatch):
+    noise = np.random.default_rng(0).normal(size=100)
+    assert trainer.steepest(np.logspace(-6, 0, 100), 0.01 * noise + np.linspace(0, 1, 100)) is None
+    monkeypatch.setattr(trainer, "steepest", lambda *_: None)
+    data = Toy().prepare()
+    network = NSF(data.spec, layers=1, hidden=8)
+    network.initialize(trainer.initial_batch(data))
+    with pytest.raises(InputError, match="the loss falls at none of them: give model.optimizer.lr"):
+        trainer.find_learning_rate(TrainerOptions(), network, data)
 
 
 def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
