@@ -215,6 +215,8 @@ class Likelihood:
 
             S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
 
+        Neighbouring sequences of a text depend on each other: for text the squares are those of `block_sums`.
+
         Arguments:
             unit: `nats` (per item), `nats_per_dim`, `bits_per_dim`, or the same of text, `bits_per_character` or
                 `bits_per_byte`.
@@ -223,7 +225,8 @@ class Likelihood:
             return None
         dims, n = self.dims.double(), len(self)
         rest = self.nats - (self.nats.mean() if unit == "nats" else self.nats.sum() / dims.sum() * dims)
-        both = float(rest.square().sum()) / (n - 1) / n
+        sums = block_sums(rest) if unit in OF_TEXT else rest
+        both = float(sums.square().sum()) * len(sums) / (len(sums) - 1) / n**2
         draws = None if self.stderr is None else float(self.stderr.square().sum()) / n**2
         items = both if draws is None else max(0.0, both - draws)
         shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
@@ -271,13 +274,13 @@ class Likelihood:
         profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
         return replace(first, made=dict(first.made), parts=summands, profile=profile, **joined)
 
-    def in_index_order(self) -> Likelihood:
-        """The same values sorted by index; raises RunError if one of 0 .. N-1 is missing or repeated."""
+    def in_index_order(self, expected: Tensor | None = None) -> Likelihood:
+        """The same values sorted by index; raises RunError if one of `expected` (0 .. N-1) is missing or repeated."""
         order = self.index.argsort()
-        expected = torch.arange(len(self), device=self.index.device)
+        expected = (torch.arange(len(self)) if expected is None else expected).to(self.index.device)
         if not torch.equal(self.index[order], expected):
-            seen = self.index.bincount(minlength=len(self))
-            missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
+            seen = self.index.bincount(minlength=int(expected.max()) + 1)
+            missing, repeated = expected[seen[expected] == 0].tolist(), (seen > 1).nonzero().flatten().tolist()
             raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
         return self._map(lambda value: value[order])
 
@@ -330,6 +333,41 @@ def check_importance_samples(count: int, spec: DataSpec) -> None:
     at_least(1, importance_samples=count)
     if count > 1 and spec.levels is None:
         raise InputError(f"importance_samples={count} is for integers, and {spec.name} has real numbers: leave it out")
+
+
+#: Units of text, whose items are consecutive pieces of it.
+OF_TEXT = ("bits_per_character", "bits_per_byte")
+
+
+def block_sums(rest: Tensor) -> Tensor:
+    """Sums over blocks of about sqrt(N) neighbours of N deviations from a mean: the method of batch means.
+
+    k/(k - 1) times the sum of the squares of k of them is the variance of the sum of N values that depend on those near
+    to them. Source: Flegal and Jones 2010, "Batch means and spectral variance estimators in Markov chain Monte Carlo".
+
+    Example:
+        >>> block_sums(torch.tensor([1.0, 1.0, -1.0, -1.0])).tolist()
+        [2.0, -2.0]
+    """
+    return torch.stack([part.sum() for part in rest.split(round(math.sqrt(len(rest))))])
+
+
+def paired(first: Tensor, second: Tensor, dims: Tensor | None = None, of_text: bool = False) -> tuple[float, float]:
+    """The mean difference of two models on the same items and its standard error, std(d) / sqrt(N).
+
+    With `dims`, for items of different sizes, it is the error of sum(nats) / sum(dims) times the mean of dims; with
+    `of_text` that of neighbours that depend on each other (`block_sums`).
+
+    Example:
+        >>> a, b = torch.tensor([3.1, 3.3, 3.6]).double(), torch.tensor([3.0, 3.25, 3.4]).double()
+        >>> [round(v, 6) for v in paired(a, b)]
+        [0.116667, 0.044096]
+    """
+    difference = torch.as_tensor(first).double() - torch.as_tensor(second).double()
+    rest = difference if dims is None else difference - dims.double() * (difference.sum() / dims.double().sum())
+    sums = block_sums(rest - rest.mean()) if of_text else rest - rest.mean()
+    k = len(sums)
+    return float(difference.mean()), math.inf if k < 2 else float(sums.norm()) * math.sqrt(k / (k - 1)) / len(rest)
 
 
 def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:

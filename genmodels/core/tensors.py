@@ -5,6 +5,7 @@ A mask is `(B, 1, T)` bool, True = valid, with T the last axis of the event; Non
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -132,3 +133,15 @@ def module_table(module: nn.Module, **rows: object) -> str:
     parts = {name: f"{type(part).__name__}, {sum(p.numel() for p in part.parameters()):,} parameters"
              for name, part in module.named_children()}
     return html_table(type(module).__name__, {**rows, **parts})
+
+
+def rows_for(x: Tensor) -> int:
+    """Rows like those of x in one call of a network: on a CPU few enough that a layer fits in the cache.
+
+    A U-Net on 28x28 takes a quarter longer for each row of 512 than for one of 128.
+
+    Example:
+        >>> rows_for(torch.zeros(5, 1, 28, 28)), rows_for(torch.zeros(5, 2))
+        (128, 1024)
+    """
+    return max(16, min(1024, 100_352 // max(1, math.prod(x.shape[1:])))) if x.device.type == "cpu" else 1024

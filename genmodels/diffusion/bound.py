@@ -21,7 +21,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, at_least
 from genmodels.core.random import Generator, KeyedGenerator, child, normal, uniform
-from genmodels.core.tensors import event_sum, one_each
+from genmodels.core.tensors import event_sum, one_each, rows_for
 from genmodels.diffusion.decoder import Decoder, Gaussian
 from genmodels.diffusion.guidance import require_unaltered
 from genmodels.diffusion.ode import standard_normal
@@ -145,9 +145,9 @@ class ElboTerms:
     """The negative ELBO of each example in nats: -log p(x_0) <= total = prior + diffusion.sum(1) + reconstruction.
 
     Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
-    or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, the standard error over the
-    replicates, None when all terms were computed, or strata hold fewer than four on average: replicates that draw the
-    same term share its noise, and their spread would be too small. The noise of the reconstruction is not in it.
+    or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, the standard error of the sum
+    over the replicates. It is None when all terms were computed, or strata hold fewer than four times as many terms as
+    there are further replicates: those that draw the same term share its noise, and too few are independent.
     """
 
     prior: Tensor
@@ -192,8 +192,8 @@ def elbo(
     """The variational bound of each example; x0 is never clipped, the prior never dropped.
 
     `mode="all"` computes all K terms. `mode="stratified"` splits 1..K into `draws` strata and draws one term of each,
-    for every example and each of `replicates` rounds: an unbiased estimate of "all" with the same noise, with its
-    standard error over the rounds.
+    for every example and each of `replicates` rounds: an unbiased estimate of "all", with the standard error over the
+    rounds, each with a reconstruction of its own.
 
     Shapes: x0 (B, *event) in the model's units, times (K+1,) increasing, cond (B,) or (B, F), mask (B, 1, T).
 
@@ -233,33 +233,40 @@ def elbo(
     else:
         raise InputError(f"mode = {mode!r}: choose all or stratified")
 
-    # Column 0 is the reconstruction, column k the k-th KL term; `wanted` marks the terms that some round needs.
-    wanted = torch.zeros(len(x0), num_terms + 1, dtype=torch.bool)
+    # Column 0 is the reconstruction, column k the k-th KL term, and with an error the last ones are the reconstruction
+    # in the further rounds; `wanted` marks the terms that some round needs.
+    further, each = chosen.shape[1] - 1, num_terms / chosen.shape[2]
+    spread, end = 0 < 4 * further <= each, num_terms + 1
+    wanted = torch.zeros(len(x0), end + further * spread, dtype=torch.bool)
     wanted.scatter_(1, chosen.flatten(1) + 1, True)
-    wanted[:, 0] = True
+    wanted[:, [0, *range(end, wanted.shape[1])]] = True
     values = torch.zeros(wanted.shape, dtype=torch.float64, device=x0.device)
     done, in_all = 0, int(wanted.sum())
     for item, k, source in packed(wanted, generator, rows_for(x0) if chunk is None else chunk):
-        item, k, data = item.to(x0.device), k.to(x0.device), x0[item]
+        item, column, data = item.to(x0.device), k.to(x0.device), x0[item]
+        k = column.where(column < end, 0)
         x = q_sample(data, log_snr[k], normal(data.shape, source, dtype=x0.dtype, device=x0.device))
         cond_here, valid = (None if value is None else value[item] for value in (cond, mask))
         prediction = denoiser(x, times[k], cond_here, valid)
-        values[item, k] = bound_terms(
+        values[item, column] = bound_terms(
             k, data, x, prediction.x0, prediction.nu, log_snr, decoder, model_variance, valid
         )
         done += len(item)
         if progress is not None:
             progress(done, in_all)
 
-    diffusion, levels, stderr = values[:, 1:], log_snr[1:], None
+    diffusion, levels, stderr = values[:, 1:end], log_snr[1:], None
+    reconstruction = torch.cat([values[:, :1], values[:, end:]], 1)
     if mode == "stratified":
         width = bounds.diff().to(values)
-        drawn = values[:, None, 1:].expand(-1, replicates, -1).gather(2, chosen.to(x0.device)) * width  # (B, R, S)
-        if num_terms >= 4 * draws:
-            stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
+        drawn = diffusion[:, None].expand(-1, replicates, -1).gather(2, chosen.to(x0.device)) * width  # (B, R, S)
+        if spread:
+            # At most: of two rounds a share of 1 / each has the same term, and with it the same noise.
+            shared = (1 + further / each) / (1 - 1 / each)
+            stderr = (drawn.sum(2) + reconstruction).std(1, unbiased=True) * math.sqrt(shared / replicates)
         diffusion = drawn.mean(1)
         levels = torch.stack([part.mean() for part in levels.split(bounds.diff().tolist())])
-    return ElboTerms(prior_term(x0, log_snr[-1], mask), diffusion, values[:, 0], levels, stderr)
+    return ElboTerms(prior_term(x0, log_snr[-1], mask), diffusion, reconstruction.mean(1), levels, stderr)
 
 
 @dataclass
@@ -414,8 +421,8 @@ def continuous_elbo(
     strata = torch.arange(draws, dtype=torch.float64, device=x0.device)
     share = ((strata + draws_in_strata((n, replicates, draws), generator, x0.device)) / draws).flatten(1)
 
-    # Column 0 is the reconstruction at t_0, the others are the replicates' strata.
-    levels = torch.cat([ends[:1].expand(n, 1), ends[0] + span * share], 1)
+    # The first column and the last ones are the replicates' reconstructions at t_0, the others their strata.
+    levels = torch.cat([ends[:1].expand(n, 1), ends[0] + span * share, ends[:1].expand(n, replicates - 1)], 1)
     values = torch.zeros_like(levels)
     every = torch.ones(levels.shape, dtype=torch.bool)
     for item, column, source in packed(every, generator, rows_for(x0) if chunk is None else chunk):
@@ -425,25 +432,15 @@ def continuous_elbo(
         x = q_sample(data, log_snr, noise)
         prediction = denoiser.at_log_snr(x, log_snr, cond_here, valid)
         terms = rate_term(denoiser, prediction.output, data, noise, log_snr, span.expand(len(data)), valid)
-        clean = column == 0
+        clean = (column == 0) | (column > share.shape[1])
         if bool(clean.any()):
             fixed = kernel_variance("beta", None)
             reconstruction = reconstruction_term(data, x, prediction.x0, ends[:1], decoder, fixed, valid)
             terms = torch.where(clean.to(terms.device), reconstruction, terms)
         values[item, column] = terms
-    drawn = values[:, 1:].view(n, replicates, draws) / draws
-    stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
+    strata_end = 1 + share.shape[1]
+    drawn = values[:, 1:strata_end].view(n, replicates, draws) / draws
+    reconstruction = torch.cat([values[:, :1], values[:, strata_end:]], 1)
+    stderr = (drawn.sum(2) + reconstruction).std(1, unbiased=True) / math.sqrt(replicates)
     middle = ends[0] + span * (strata + 0.5) / draws
-    return ElboTerms(prior_term(x0, ends[1], mask), drawn.mean(1), values[:, 0], middle, stderr)
-
-
-def rows_for(x: Tensor) -> int:
-    """Rows like those of x in one call of a network: on a CPU few enough that a layer fits in the cache.
-
-    A U-Net on 28x28 takes a quarter longer for each row of 512 than for one of 128.
-
-    Example:
-        >>> rows_for(torch.zeros(5, 1, 28, 28)), rows_for(torch.zeros(5, 2))
-        (128, 1024)
-    """
-    return max(16, min(1024, 100_352 // max(1, math.prod(x.shape[1:])))) if x.device.type == "cpu" else 1024
+    return ElboTerms(prior_term(x0, ends[1], mask), drawn.mean(1), reconstruction.mean(1), middle, stderr)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from genmodels.core.errors import at_least, require_finite_rows
 from genmodels.core.random import Generator, KeyedGenerator, at_step, uniform
-from genmodels.core.tensors import event_sum
-from genmodels.diffusion.bound import draws_in_strata, packed, rows_for
+from genmodels.core.tensors import event_sum, rows_for
+from genmodels.diffusion.bound import draws_in_strata, packed
 
 Predictor = Callable[[Tensor, Tensor | None], Tensor]
 MaskingName = Literal["linear", "cosine", "quadratic"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from genmodels import __version__
@@ -18,6 +19,7 @@ from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, RunError, check_number, check_temperature
 from genmodels.core.processes import Ranks
+from genmodels.core.random import seed_of
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule
 from genmodels.evaluation.features import Cache, code_hash, key_of
@@ -397,6 +399,25 @@ class EvaluationState:
         request = self.request
         return {"sampler": request.sampler, "steps": request.steps, "temperature": request.temperature,
                 "guidance": request.guidance}
+
+
+def chosen(count: int, n: int, what: str) -> Tensor:
+    """n of `count` rows in order, the same in every evaluation; all of them if n >= count."""
+    if n >= count:
+        return torch.arange(count)
+    generator = torch.Generator().manual_seed(seed_of("fidelity", what, count))
+    return torch.randperm(count, generator=generator)[:n].sort().values
+
+
+def classes_in_turn(labels: Tensor) -> Tensor:
+    """The labels (N,) in another order: every class in turn, as long as it lasts.
+
+    Example:
+        >>> classes_in_turn(torch.tensor([1, 1, 1, 0, 2, 0]))
+        tensor([0, 1, 2, 0, 1, 1])
+    """
+    before = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0]
+    return labels[torch.argsort(before * (labels.max() + 1) + labels)]
 
 
 def item_hash(datamodule: DataModule, split: str, limit: int | None = None) -> str:

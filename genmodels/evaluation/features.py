@@ -351,7 +351,7 @@ NETWORKS: dict[str, Callable[[Items], FeatureNetwork]] = {
 
 
 def chosen_network(spec: DataSpec, name: str = "auto") -> str:
-    """The name of the network for such data; `auto` is the classifier if there are classes.
+    """The name of the network for such data; `auto` is the classifier if there are two classes at least.
 
     Raises:
         InputError: for a network that does not take them.
@@ -362,9 +362,10 @@ def chosen_network(spec: DataSpec, name: str = "auto") -> str:
     """
     vector = len(spec.event_shape) == 1
     if name == "auto":
-        return "classifier" if spec.num_classes is not None else "coordinates" if vector else "random-conv"
-    if name == "classifier" and spec.num_classes is None:
-        raise InputError(f"features=classifier needs labels, and {spec.name} has none: use features=random-conv")
+        return "classifier" if (spec.num_classes or 0) > 1 else "coordinates" if vector else "random-conv"
+    if name == "classifier" and (spec.num_classes or 0) < 2:
+        raise InputError(f"features=classifier needs labels of two classes at least, which {spec.name} has not: use "
+                         f"features={'coordinates' if vector else 'random-conv'}")
     if name == "random-conv" and vector:
         raise InputError("features=random-conv is for images and sequences: vectors have features=coordinates")
     if name == "coordinates" and not vector:

@@ -32,7 +32,7 @@ from genmodels.evaluation.report import (
     notes_on,
 )
 from genmodels.models.checkpoint import weights_of
-from genmodels.models.density import extent_of, is_of_noisy_data, midpoints, on_grid
+from genmodels.models.density import extent_of, is_of_noisy_data, midpoints, needs_class, on_grid
 from genmodels.plots.images import truth_of
 
 _AUTO_BUDGET = 100_000  # network evaluations of `draws=auto`, as far as 5 to 100 strata allow
@@ -155,23 +155,24 @@ def bounds_of(model) -> tuple[str, ...]:
 def likelihood_parts(state: EvaluationState, key: str, line: Line) -> dict[int, dict]:
     """The likelihoods of this process's batches of the evaluated items, by number of the batch."""
     opened = state.opened
-    return batches_of(state, key, line, opened.datamodule, opened.items, f", {line.label}" if line.label else "")
+    label = f", {line.label}" if line.label else ""
+    return batches_of(state, key, line, opened.datamodule, torch.arange(opened.items), label)
 
 
 def batches_of(
-    state: EvaluationState, key: str, line: Line, datamodule: DataModule, count: int, label: str
+    state: EvaluationState, key: str, line: Line, datamodule: DataModule, rows: torch.Tensor, label: str
 ) -> dict[int, dict]:
-    """The likelihoods of this process's batches of the first `count` items of a data set, by number of the batch.
+    """The likelihoods of this process's batches of items of a data set, by number of the batch.
 
     Raises:
         RunError: for an item with invalid values, or when memory runs out.
     """
     model, request = state.opened.model, state.request
-    batches = torch.arange(count).split(request.batch_size)
+    batches = rows.split(request.batch_size)
 
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
-        rows = [batches[number] for number in numbers]
-        loader = datamodule.loader(request.split, request.batch_size, torch.cat(rows)) if rows else []
+        own = [batches[number] for number in numbers]
+        loader = datamodule.loader(request.split, request.batch_size, torch.cat(own)) if own else []
         bar = progress_bar(loader, desc=f"{model.family}{label} on {request.split}", unit="batch",
                            disable=state.ranks.rank > 0)
         for number, batch in zip(numbers, bar, strict=True):
@@ -180,16 +181,13 @@ def batches_of(
     return state.cache.parts(key, state.ranks.share(range(len(batches))), compute)
 
 
-def in_one(count: int, parts: list[dict]) -> dict:
-    """The likelihood of all `count` items in index order.
+def in_one(rows: torch.Tensor, parts: list[dict]) -> dict:
+    """The likelihood of all items in index order.
 
     Raises:
         RunError: when an item was lost or evaluated twice.
     """
-    found = Likelihood.concatenate([unpacked(part) for part in parts]).in_index_order()
-    if len(found) != count:
-        raise RunError(f"{len(found)} of {count} items were evaluated")
-    return packed(found)
+    return packed(Likelihood.concatenate([unpacked(part) for part in parts]).in_index_order(rows))
 
 
 def _likelihood(model, batch: Batch, line: Line, size: int) -> Likelihood:
@@ -414,7 +412,7 @@ class LikelihoodStage:
         return self.lines[0], self.first
 
     def _evaluated(self, line: Line) -> Likelihood:
-        join = partial(in_one, self.state.opened.items)
+        join = partial(in_one, torch.arange(self.state.opened.items))
         return unpacked(self.state.once_by_all("likelihood", line.settings, join, likelihood_parts, line))
 
     def _extreme_items(self) -> None:
@@ -432,7 +430,7 @@ class LikelihoodStage:
         """The density in the plane by the first line that has one, the true density, and the data."""
         opened, arrays = self.state.opened, self.state.arrays
         number, kind = next(((k, one.kind) for k, one in enumerate(self.state.report.likelihood)
-                             if one.kind in ("exact", "ode")), (None, ""))
+                             if one.kind in ("exact", "ode") and not needs_class(opened.model)), (None, ""))
         if number is None or self.state.request.limit not in (None, "all") or opened.limited:
             return
         line, points = self.lines[number], opened.evaluated(2000).x

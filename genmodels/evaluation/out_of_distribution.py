@@ -25,7 +25,7 @@ from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
-from genmodels.evaluation.checkpoint import EvaluationState, Opened, fits
+from genmodels.evaluation.checkpoint import EvaluationState, Opened, chosen, fits
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
 from genmodels.evaluation.report import OtherData, Token, Utterance
 from genmodels.evaluation.speech import suspects, transcription_of
@@ -34,7 +34,9 @@ from genmodels.models.checkpoint import weights_of
 from genmodels.plots.images import alignments
 
 
-def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
+def auroc(
+    inside: Tensor, outside: Tensor, *, paired: bool = False, further: Tensor | float = 0.0
+) -> tuple[float, float]:
     """The area under the ROC curve, P(inside > outside) + P(inside = outside)/2, and its standard error.
 
         A = mean_i a_i = mean_j b_j,   se^2 = var(a) / n + var(b) / m
@@ -43,6 +45,10 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
     the sets, 1/2 is chance, and below 1/2 `outside` has the larger values. Where no spread is seen, because a set has a
     single item or A is 0 or 1, two errors are 3 / min(n, m), at most 1: an event of that probability is missed in
     min(n, m) draws with probability 0.05.
+
+    Arguments:
+        paired: item i of `outside` was made from item i of `inside`; then se^2 = var(a + b) / n.
+        further: (n,) added to a, what each item of `inside` changes besides, times n.
 
     Source: DeLong, DeLong and Clarke-Pearson 1988; Hanley and Lippman-Hand 1983 (rule of three).
 
@@ -56,7 +62,8 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
     both, a, b = (torch.from_numpy(rankdata(values.double().numpy()))
                   for values in (torch.cat([inside, outside]), inside, outside))
     below, above = (both[:n] - a) / m, 1 - (both[n:] - b) / n
-    variance = 0.0 if min(n, m) == 1 else float(below.var()) / n + float(above.var()) / m
+    parts = [below + further + above] if paired else [below + further, above]
+    variance = 0.0 if min(n, m) == 1 else sum(float(part.var()) / len(part) for part in parts)
     return float(below.mean()), math.sqrt(variance) if variance else min(0.5, 1.5 / min(n, m))
 
 
@@ -102,6 +109,22 @@ def compressed_bits(x: Tensor, levels: int) -> Tensor:
         else:
             lengths.append(len(zlib.compress(item.contiguous().numpy().tobytes(), 9)))
     return 8 * torch.tensor(lengths, dtype=torch.float64)
+
+
+def auroc_of_typicality(inside: Tensor, outside: Tensor, paired: bool = False) -> tuple[float, float]:
+    """`auroc` of the typicality by log-likelihoods, with the error of the mean of `inside`, which both share.
+
+    Item i moves the mean m by (l_i - m)/n; the slope dA/dm is taken over one standard error of m on both sides.
+
+    Example:
+        >>> auroc_of_typicality(torch.linspace(-3.0, -1.0, 9), torch.linspace(-4.0, -3.5, 5))[0]
+        1.0
+    """
+    inside, outside = inside.double(), outside.double()
+    mean, step = inside.mean(), inside.std() / math.sqrt(len(inside))
+    low, high = (auroc(typicality(inside, mean + side), typicality(outside, mean + side))[0] for side in (-step, step))
+    slope = (high - low) / (2 * float(step)) if step > 0 else 0.0
+    return auroc(typicality(inside), typicality(outside, inside), paired=paired, further=slope * (inside - mean))
 
 
 def less_complexity(nats: Tensor, x: Tensor, levels: int) -> Tensor:
@@ -226,9 +249,9 @@ def other_of(state: EvaluationState, name: str) -> DataModule:
     return state.shared[key]
 
 
-def other_parts(state: EvaluationState, key: str, line: Line, name: str, count: int) -> dict[int, dict]:
+def other_parts(state: EvaluationState, key: str, line: Line, name: str, rows: Tensor) -> dict[int, dict]:
     """The likelihoods of this process's batches of another data set, by number of the batch."""
-    return batches_of(state, key, line, other_of(state, name), count, f", {name}")
+    return batches_of(state, key, line, other_of(state, name), rows, f", {name}")
 
 
 class OtherDataStage:
@@ -248,14 +271,16 @@ class OtherDataStage:
         split, arrays = self.state.request.split, self.state.arrays
         for number, name in enumerate(self.state.request.ood):
             other = other_of(self.state, name)
-            count = min(self.state.opened.items, len(other.split(split)))
-            settings = {"name": name, "items": self.state.hash_of(split, count, other), **line.settings}
-            join = partial(in_one, count)
-            found = unpacked(self.state.once_by_all("ood", settings, join, other_parts, line, name, count))
+            total, count = len(other.split(split)), self.state.opened.items
+            # Those made from the evaluated items, or a sample, since a folder may be in the order of its classes.
+            rows = torch.arange(count) if name in ALTERATIONS else chosen(total, count, "ood")
+            settings = {"name": name, "items": self.state.hash_of(split, datamodule=other), **line.settings}
+            found = unpacked(self.state.once_by_all(
+                "ood", settings, partial(in_one, rows), other_parts, line, name, rows))
             self.state.report.ood.append(self._entry(name, number, found, other))
             order = found.nats.argsort(descending=True)[:8]
             arrays[f"ood_{number}_nats"] = found.nats
-            arrays[f"ood_{number}_x"] = other.items(split, order).x
+            arrays[f"ood_{number}_x"] = other.items(split, found.index[order]).x
 
     def _entry(self, name: str, number: int, found: Likelihood, other: DataModule) -> OtherData:
         spec, (line, own) = self.state.opened.spec, self.likelihood.of_first_line()
@@ -266,18 +291,21 @@ class OtherDataStage:
         if not bool(torch.isfinite(inside).all() and torch.isfinite(outside).all()):
             reason = found.made.get("reason", "values that are not finite")
             return OtherData(**entry, auroc=None, reason=reason, said=f"{name}: {reason}")
-        area, error = auroc(inside, outside)
+        paired = name in ALTERATIONS
+        area, error = auroc(inside, outside, paired=paired)
         mean_in, mean_out = (one.mean_bits_per_dim() if unit.startswith("bits") else -one.mean_nats()
                              for one in (own, found))
         scores = {}
         if len(inside) > 1:
-            scores["typicality"] = auroc(typicality(inside), typicality(outside, inside))
+            scores["typicality"] = auroc_of_typicality(inside, outside, paired)
         if spec.levels and spec.mel is None:
             scores["less_complexity"] = auroc(*(
-                less_complexity(nats, data.items(self.state.request.split, torch.arange(len(nats))).x, spec.levels)
-                for nats, data in ((inside, self.state.opened.datamodule), (outside, other))))
+                less_complexity(one.nats, data.items(self.state.request.split, one.index).x, spec.levels)
+                for one, data in ((own, self.state.opened.datamodule), (found, other))), paired=paired)
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two items"]
+        total = len(other.split(self.state.request.split))
+        others += [f"{len(found):,} of {total:,} items, chosen at random"] if len(found) < total and not paired else []
         said = "; ".join([sentence(name, area, error, found.kind, self.state.request.split), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 

@@ -15,7 +15,7 @@ from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples
 from genmodels.data.utterances import joined
 from genmodels.evaluation import cost
-from genmodels.evaluation.checkpoint import EvaluationState
+from genmodels.evaluation.checkpoint import EvaluationState, chosen, classes_in_turn
 from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, fewest_items, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
     Nearest,
@@ -69,14 +69,6 @@ _MOST = 10_000  # items that precision and recall compare
 _SHOWN = 64  # samples that are kept for grids
 _LABELLED = 500  # items that are classified by likelihood
 _STEPS, _TEMPERATURES, _SWEPT = (1, 2, 4, 10, 20, 50), (0.5, 0.7, 0.85, 1.0), 500
-
-
-def chosen(count: int, n: int, what: str) -> Tensor:
-    """n of `count` rows in order, the same in every evaluation; all of them if n >= count."""
-    if n >= count:
-        return torch.arange(count)
-    generator = torch.Generator().manual_seed(seed_of("fidelity", what, count))
-    return torch.randperm(count, generator=generator)[:n].sort().values
 
 
 def noise_like(x: Tensor, spec: DataSpec) -> Tensor:
@@ -374,8 +366,11 @@ class FidelityStage:
         return whole[rows], other
 
     def _drawn(self, n: int, measured: str = "", **options) -> dict:
-        """The samples that are evaluated and shown: the same seed and numbers for every model."""
+        """The samples that are evaluated and shown: the same seed, numbers and classes for every model."""
         settings = {**self.state.sampling_settings(), **options, "n": n, "measured": measured}
+        if self.state.opened.model.num_classes is not None:
+            rows = chosen(self.state.opened.items, n, "real")  # other frequencies would count as a distance
+            options["cond"] = classes_in_turn(self.state.opened.datamodule.items(self.state.request.split, rows).cond)
         if measured:
             network, items = feature_network(self.state)
             settings |= {"network": network.sha256, "train": items.train_hash}

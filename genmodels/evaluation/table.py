@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
-import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError
-from genmodels.core.likelihood import in_words, with_error
+from genmodels.core.likelihood import OF_TEXT, in_words, paired, with_error
 from genmodels.data.base import items_of
 from genmodels.evaluation.report import DataFacts, Fidelity, LikelihoodLine, Reference, Report, Scale, Skipped, plain
 from genmodels.evaluation.speech import audit_notes, speech_notes, spoken_at_notes, transcription_note
@@ -192,7 +191,7 @@ def measured(value: float | None, error: float | None) -> str:
 
 
 def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[Ranking]:
-    """The best row of each model in order; ties differ by less than two paired standard errors.
+    """The best row of each model in order; ties differ by less than two paired standard errors, or a bracket of log Z.
 
     Rows are ranked within each kind and condition, because log p(x | y) is another quantity than log p(x).
     """
@@ -220,31 +219,20 @@ def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, T
 
 
 def _tied(first: tuple, second: tuple, arrays: Sequence[Mapping[str, Tensor]]) -> bool:
+    scale, one, other = _scale(first[2]), first[2], second[2]
     difference, error = paired(*(arrays[m][line.values] for m, _, line in (first, second)),
-                               arrays[first[0]].get(f"dims_of_{first[2].values}"))
-    scale = _scale(first[2])
-    shared = [(line.se_log_z or 0.0) for _, _, line in (first, second)]
+                               arrays[first[0]].get(f"dims_of_{one.values}"), of_text=one.unit in OF_TEXT)
+    if one.bracket or other.bracket:  # of annealing, whose estimates may be further off than their errors say
+        high = one.bracket.upper if one.bracket else one.value
+        high = math.inf if high is None else high
+        return (other.bracket.lower if other.bracket else other.value) - high <= 2 * error / scale
+    shared = [(line.se_log_z or 0.0) for line in (one, other)]
     return abs(difference) / scale <= 2 * math.hypot(error / scale, *shared)
 
 
 def _scale(line: LikelihoodLine) -> float:
     """Nats in one unit of a line's value."""
     return 1.0 if line.unit == "nats" or not line.value else -line.mean_nats / line.value
-
-
-def paired(first: Tensor, second: Tensor, dims: Tensor | None = None) -> tuple[float, float]:
-    """The mean difference of two models on the same items and its standard error, std(d) / sqrt(N).
-
-    With `dims`, for items of different sizes, it is the error of sum(nats) / sum(dims) times the mean of dims.
-
-    Example:
-        >>> a, b = torch.tensor([3.1, 3.3, 3.6]).double(), torch.tensor([3.0, 3.25, 3.4]).double()
-        >>> [round(v, 6) for v in paired(a, b)]
-        [0.116667, 0.044096]
-    """
-    difference = torch.as_tensor(first).double() - torch.as_tensor(second).double()
-    rest = difference if dims is None else difference - dims.double() * (difference.sum() / dims.double().sum())
-    return float(difference.mean()), math.inf if len(rest) < 2 else float(rest.std() / math.sqrt(len(rest)))
 
 
 def conclusions(lines: list, reports: list[Report]) -> list[str]:

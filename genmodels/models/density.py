@@ -63,6 +63,11 @@ def is_of_noisy_data(model: GenerativeModel) -> bool:
     return getattr(getattr(model, "core", None), "kind", None) == "unnormalised"
 
 
+def needs_class(model: GenerativeModel) -> bool:
+    """Whether the model has a density for each class only: it was never trained without them."""
+    return model.conditional and not model.has_null_class
+
+
 _ROWS = 4096  # points in one call of a density on a grid
 _MOST_SAMPLES, _DEPTH = 16, 40  # samples in a cell of an integral at most, and how often it is quartered for that
 _NODES = 5  # points along each side of a cell

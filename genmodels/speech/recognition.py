@@ -354,9 +354,8 @@ def _bin(
     own, rate = drawn(edits), pooled(edits).rate
     others = {name: (pooled(found).rate, drawn(found)) for name, found in toplines.items()}
     return ErrorBin(
-        low, high, len(edits), Interval(rate, *_nonnegative(_interval(rate, own, len(edits)))),
-        {name: Interval(value, *_nonnegative(_interval(value, found, len(edits))))
-         for name, (value, found) in others.items()},
+        low, high, len(edits), Interval(rate, *_of_rate(rate, own, len(edits))),
+        {name: Interval(value, *_of_rate(value, found, len(edits))) for name, (value, found) in others.items()},
         {name: Difference(rate - value, *_interval(rate - value, own - found, len(edits)))
          for name, (value, found) in others.items()},
     )  # fmt: skip
@@ -376,6 +375,12 @@ def _interval(value: float, values: np.ndarray, utterances: int) -> tuple[float,
     return tuple(float(value + wider * (end - value)) for end in np.quantile(values, (0.025, 0.975)))
 
 
-def _nonnegative(ends: tuple[float, float]) -> tuple[float, float]:
-    """The ends of an interval of a rate, which is not below 0."""
-    return tuple(end if math.isnan(end) else max(0.0, end) for end in ends)
+def _of_rate(value: float, values: np.ndarray, utterances: int) -> tuple[float, float]:
+    """`_interval` of a rate, which is not below 0. Without a spread, as without any error, it ends 3/n above.
+
+    This is the rule of three: what is more frequent is missed with a probability below 5 %.
+    """
+    low, high = _interval(value, values, utterances)
+    if low == high:
+        low, high = value - 3 / utterances, value + min(1.0, 3 / utterances)
+    return tuple(end if math.isnan(end) else max(0.0, end) for end in (low, high))

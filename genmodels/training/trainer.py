@@ -281,8 +281,8 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
                                             num_training=_TRIES, early_stop_threshold=None, update_attr=False)
             rate = steepest(np.array(finder.results["lr"]), _single_losses(np.array(finder.results["loss"])))
             if rate is None:
-                raise InputError(f"trainer.lr_find tried learning rates from 1e-6 to {largest:g}, and the loss falls at "
-                                 "none of them: give model.optimizer.lr")
+                raise InputError(f"trainer.lr_find tried learning rates from 1e-6 to {largest:g}, and the loss falls "
+                                 "at none of them: give model.optimizer.lr")
             return float(f"{rate:.2g}")
     raise InputError("trainer.lr_find found no learning rate, the losses are not finite: give model.optimizer.lr")
 
@@ -291,8 +291,8 @@ def steepest(rates: np.ndarray, losses: np.ndarray) -> float | None:
     """The rate at which the loss falls fastest per factor of the rate, before it is lowest; None if it does not fall.
 
     Both come from lines fitted to 21 neighbouring steps. Losses above the first ones count as these, so that one that
-    explodes does not reach far. Lightning's own suggestion is not used: it divides by the distance of two rates, so that
-    the noise of the smallest ones decides.
+    explodes does not reach far. Lightning's own suggestion is not used: it divides by the distance of two rates, so
+    that the noise of the smallest ones decides.
 
     Example:
         >>> rates = np.logspace(-6, 0, 100)

@@ -19,7 +19,15 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import DDPMSampler, DPMSolverPP2MSampler
 from genmodels.models.base import GenerativeModel
-from genmodels.models.density import is_diffusion, is_energy, is_flow, is_masked_diffusion, is_of_noisy_data, mass_of
+from genmodels.models.density import (
+    is_diffusion,
+    is_energy,
+    is_flow,
+    is_masked_diffusion,
+    is_of_noisy_data,
+    mass_of,
+    needs_class,
+)
 from genmodels.models.few_steps import StepModel
 from genmodels.verification.check import (
     NO_TIME,
@@ -264,7 +272,7 @@ def _has_bound(model: GenerativeModel) -> bool:
 
 def _has_density(s: ModelSubject) -> bool:
     exact = s.line is not None and s.line.kind == "exact"  # a user class
-    in_the_plane = s.model.spec.event_shape == (2,) and s.model.spec.levels is None
+    in_the_plane = s.model.spec.event_shape == (2,) and s.model.spec.levels is None and not needs_class(s.model)
     return in_the_plane and (is_flow(s.model) or is_energy(s.model) or exact)
 
 

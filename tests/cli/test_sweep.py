@@ -163,7 +163,7 @@ def test_a_folder_alone_brings_the_settings_of_its_sweep(points, capsys):
     points.clear()
     assert cli.main(["train", "-m", "trainer.max_steps=200", "seed=0,3", f"resume={folder}"]) == 0
     points.clear()
-    assert cli.main(["train", "-m", "trainer.max_steps=300", f"resume={folder}"]) == 0  # with the points of the line before
+    assert cli.main(["train", "-m", "trainer.max_steps=300", f"resume={folder}"]) == 0  # with those points
     assert [(config["seed"], config["trainer"]["max_steps"]) for config, *_ in points] == [(0, 300), (3, 300)]
     assert "trainer.max_steps=300" in (folder / "multirun.yaml").read_text()
     (folder / "multirun.yaml").write_text("hydra: 1")

@@ -54,7 +54,7 @@ from genmodels.models.density import extent_of, on_grid
 from genmodels.models.energy import EnergyModel
 from genmodels.models.energy_sampling import STEPS
 from genmodels.models.mels import NOISE, even_lengths, with_noise
-from genmodels.models.normalizing_flows import RealNVP, TarFlow
+from genmodels.models.normalizing_flows import NSF, RealNVP, TarFlow
 from genmodels.models.score import ScoreModel
 from genmodels.report import schema
 from genmodels.report.compare import _held_in, compare
@@ -617,6 +617,45 @@ def test_other_data_against_a_single_item(digits, tmp_path):
     found = report(tmp_path / "r.json")["ood"][0]
     assert found["auroc"] is not None and list(found["scores"]) == ["less_complexity"]
     assert found["said"].endswith("no typicality, which needs two items") and "nan" not in out
+
+
+def labelled(folder, x, y, **options):
+    """An untrained flow of a labelled table, conditioned on its classes, in a folder with its data."""
+    np.savez(folder / "table.npz", x=x.astype(np.float32), y=y)
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "table.npz")}
+    prepared = build(data).prepare()
+    model = NSF(prepared.spec, layers=1, hidden=8, class_conditional=True, ema_decay=0, **options)
+    model.initialize(next(iter(prepared.loader("train", 64))))
+    save(model, folder / "best.ckpt", data)
+    return prepared
+
+
+def test_classes_of_other_frequencies(tmp_path):
+    """Samples have the classes of the items that they are compared with; a density of each class has no map."""
+    y = np.arange(800) % 10 == 0
+    prepared = labelled(tmp_path, np.random.default_rng(0).normal(size=(800, 2)) + 8 * y[:, None], y.astype(int))
+    test = prepared.items("test")
+    evaluate(f"ckpt={tmp_path}/best.ckpt", "stages=[likelihood,fidelity,checks]", f"samples={len(test)}", "force=true",
+             f"out={tmp_path}/r.json", cwd=tmp_path)
+    found, arrays = report(tmp_path / "r.json"), np.load(tmp_path / "r.npz")
+    classes = arrays["samples_cond"].tolist()
+    assert sorted(classes) == sorted(test.cond.tolist()) and classes[:2] == [0, 1]
+    assert not found["density"] and not [check for check in found["checks"] if "integrates" in check["name"]]
+
+
+def test_other_data_in_order_are_not_read_from_their_beginning(digits, tmp_path):
+    """Of a test split whose first half is black a sample of the same size is evaluated."""
+    x = np.zeros((200, 1, 8, 8), np.uint8)
+    x[100:] = Digits().prepare().items("train").x[:100].numpy()
+    arrays = {f"{name}_{split}": values for split in ("train", "val", "test")
+              for name, values in (("x", x), ("y", np.arange(200) % 10))}
+    np.savez(tmp_path / "other.npz", **arrays)
+    out, _ = evaluate(f"ckpt={digits}", "ood=arrays", f"ood_data.file={tmp_path}/other.npz", "ood_data.levels=17",
+                      "limit=40", "stages=[likelihood]", f"out={tmp_path}/r.json", cwd=tmp_path)
+    found = report(tmp_path / "r.json")["ood"][0]
+    assert "40 of 200 items, chosen at random" in found["said"]
+    black = (np.load(tmp_path / "r.npz")["ood_0_nats"] > -150).sum()
+    assert 10 < black < 30
 
 
 def test_everything_of_one_model(digits, tmp_path, monkeypatch):

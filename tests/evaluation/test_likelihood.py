@@ -81,7 +81,7 @@ def test_two_processes_find_what_one_does(checkpoint, tmp_path, monkeypatch):
     assert "repeated [26]" in in_two(tmp_path / "padded", figures, checkpoint)[0]
     monkeypatch.undo()
     monkeypatch.setattr(Ranks, "share", lambda ranks, parts: parts[: len(parts) // 2 * 2][ranks.rank :: ranks.size])
-    assert "24 of 27 items were evaluated" in in_two(tmp_path / "lost", figures, checkpoint)[0]
+    assert "evaluation lost items: missing [24, 25, 26]" in in_two(tmp_path / "lost", figures, checkpoint)[0]
     monkeypatch.undo()
     rough = alone | {"nll": -float(alone["nats"].float().cumsum(0)[-1] / 27)}
     assert not agree(alone, rough)

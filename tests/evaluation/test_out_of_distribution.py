@@ -10,7 +10,14 @@ import torch
 from genmodels.core.errors import InputError
 from genmodels.data.speech import Speech
 from genmodels.data.vision import Digits
-from genmodels.evaluation.out_of_distribution import auroc, compressed_bits, less_complexity, other_data, typicality
+from genmodels.evaluation.out_of_distribution import (
+    auroc,
+    auroc_of_typicality,
+    compressed_bits,
+    less_complexity,
+    other_data,
+    typicality,
+)
 
 
 def test_the_area_is_the_share_of_pairs_in_order():
@@ -31,6 +38,34 @@ def test_the_error_of_the_area_is_that_of_the_bootstrap():
     again = [auroc(a[torch.randint(80, (80,), generator=draw)], b[torch.randint(60, (60,), generator=draw)])[0]
              for _ in range(400)]
     assert auroc(a, b)[1] == pytest.approx(float(torch.tensor(again).std()), rel=0.15)  # four errors of 1/sqrt(800)
+
+
+def ratio(draw, measured, repetitions=300):
+    """The error that is stated over the standard deviation between repetitions."""
+    areas, errors = zip(*(measured(*draw()) for _ in range(repetitions)), strict=True)
+    return float(torch.tensor(errors).square().mean().sqrt() / torch.tensor(areas).std())
+
+
+@pytest.mark.parametrize("n, m, mean, spread", [(100, 100, 1.0, 0.2), (20, 300, 1.0, 1.0), (100, 100, 0.0, 2.0)])
+def test_the_error_of_typicality_holds_that_of_the_mean(n, m, mean, spread):
+    def draw():
+        return torch.randn(n, generator=source), mean + spread * torch.randn(m, generator=source)
+
+    source = torch.Generator().manual_seed(0)
+    assert 0.87 < ratio(draw, auroc_of_typicality) < 1.17  # three errors of 1/sqrt(600)
+    if mean:  # mutant: as if the mean were known
+        assert ratio(draw, lambda a, b: auroc(typicality(a), typicality(b, a))) < 0.8
+
+
+@pytest.mark.parametrize("correlation", [-0.6, 0.0, 0.6])
+def test_the_error_of_pairs(correlation):
+    def draw():
+        a, b = torch.randn(2, 100, generator=source)
+        return a, 0.2 + correlation * a + math.sqrt(1 - correlation**2) * b
+
+    source = torch.Generator().manual_seed(0)
+    assert 0.87 < ratio(draw, lambda a, b: auroc(a, b, paired=True)) < 1.17
+    assert not correlation or abs(math.log(ratio(draw, auroc))) > 0.2  # mutant: as if they were independent
 
 
 def test_typicality_is_the_distance_to_the_mean_of_the_others():

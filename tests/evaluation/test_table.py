@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genmodels.core.errors import InputError
-from genmodels.core.likelihood import SingleValues
+from genmodels.core.likelihood import SingleValues, paired
 from genmodels.evaluation.report import (
     BitsLine,
     Bracket,
@@ -21,7 +21,7 @@ from genmodels.evaluation.report import (
     Report,
     Utterance,
 )
-from genmodels.evaluation.table import Table, _rate, make_table, measured, paired, same_items
+from genmodels.evaluation.table import Table, _rate, make_table, measured, same_items
 from genmodels.report.compare import in_one_network
 from genmodels.report.likelihoods import as_csv, as_markdown, as_text
 
@@ -155,22 +155,14 @@ def test_dequantised_energies_bound_nothing_from_below():
     assert len(make_table(reports(), arrays).conclusions) == 2  # the largest difference of each pair
 
 
-def test_pairs_by_hand():
-    a, b = (torch.tensor(v, dtype=torch.float64) for v in ([3.1, 3.3, 3.6], [3.0, 3.25, 3.4]))
-    assert paired(a, b) == (pytest.approx(0.1166666667, abs=1e-10), pytest.approx(0.0440958552, abs=1e-10))
-
-
-def test_the_error_of_pairs_of_unlike_lengths_is_that_of_their_ratio():
-    """Length is no difference: against the spread of 400 repetitions."""
-    found, generator = [], torch.Generator().manual_seed(0)
-    for _ in range(400):
-        dims = torch.randint(100, 900, (100,), generator=generator)
-        noise = 0.01 * dims * torch.randn(100, generator=generator, dtype=torch.float64)
-        mean, error = paired(0.02 * dims + noise, torch.zeros(100), dims)
-        found.append((100 * mean / float(dims.sum()), error / float(dims.double().mean())))
-    values, errors = torch.tensor(found).unbind(1)
-    assert float(errors.mean()) == pytest.approx(float(values.std()), rel=0.15)
-    assert paired(0.02 * dims + noise, torch.zeros(100))[1] > 1.2 * error
+@pytest.mark.parametrize("upper, order", [(2.3, [[0, 1]]), (None, [[0, 1]]), (2.0, [[0], [1]])])
+def test_annealing_is_ranked_by_its_bracket(upper, order):
+    """An energy of 1.8 to `upper` against a flow of 2.25 bits/dim."""
+    values = [nats(-80), nats(-100, 1)]
+    lines = [line("ais", values[0], bracket=Bracket(1.7, upper)), line("exact", values[1])]
+    reports = [report(f"runs/{k}/best.ckpt", one) for k, one in enumerate(lines)]
+    table = make_table(reports, [{"nats_0": one} for one in values], rank="across")
+    assert [group.order for group in table.ranking] == [order]
 
 
 def test_a_single_item_tells_no_difference():

@@ -45,6 +45,8 @@ def test_bins_are_counted_by_hand():
     assert [b.differences["recordings"].value for b in found] == pytest.approx([3 / 50, 7 / 121, 0, 10 / 301])
     # A single utterance says nothing of the spread.
     assert math.isnan(found[2].rate.low) and not found[2].differences["recordings"].claimed
+    none = error_curve([Edits(0, 0, 0, 20)] * 5)[-1].rate
+    assert (none.value, none.low, none.high) == (0.0, 0.0, 0.6)  # of five utterances without an error
     words = error_curve([Edits(1, 0, 0, 5)] * 2, lengths=[30, 70], width=50)
     assert [(b.shortest, b.longest) for b in words] == [(1, 50), (51, 100), (30, 70)]
 
