@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.schema import Schema
+from genmodels.core.checkpoint import read_header
 from genmodels.core.errors import InputError, hint, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups, in_hydra, quoted
 from genmodels.models.build import NETWORKS
@@ -119,9 +120,12 @@ class Composer:
             return None
         place = Path(str(resume)).expanduser()
         file = (place if place.is_dir() else place.parent) / "config.yaml"
-        if not file.is_file():
+        if file.is_file():
+            settings = self._call(lambda: yaml.safe_load(file.read_text(encoding="utf-8")))
+        elif place.is_file():
+            settings = read_header(place)["config"]
+        else:
             return None
-        settings = self._call(lambda: yaml.safe_load(file.read_text(encoding="utf-8")))
         if not isinstance(settings, dict):
             raise InputError(f"{file} holds no settings: give those of the run, model=..., data=... and others")
         if launch() is not None and isinstance(settings.get("trainer"), dict):  # torchrun or srun decides these numbers

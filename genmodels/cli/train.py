@@ -195,8 +195,8 @@ def _check_end(
                   "validations in a row without a better metric")
     elif lightning.global_step < steps:
         raise RunError(f"stopped at step {lightning.global_step} of {steps}")
-    every = options.validate_every_n_steps
-    validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
+    every = options.validate_every_n_steps or steps
+    validated = lightning.should_stop or steps % min(every, steps) == 0
     if not validated or not network.figures or done == lightning.global_step:  # figures of a file lack their errors
         # Its row is that of the last step, as of validations between steps.
         lightning.fit_loop.epoch_loop._batches_that_stepped = max(0, lightning.global_step - 1)
@@ -211,14 +211,18 @@ def _since(start: float, cpu_start: float) -> tuple[float, float]:
 def _start_from(source: Path, init: str, network: GenerativeModel, trust: list[str]) -> None:
     """Give a network the weights of a trained one."""
     trained, header = load_model(source, device="cpu", trust=trust)
+    theirs, own = (flat(node, "model.") for node in (header["model"], network.run_config["model"]))
+    differing = {key: f"{key} is {value!r} there and {own[key]!r} here" for key, value in theirs.items()
+                 if own.get(key, value) != value and not key.startswith(("model.optimizer.", "model.ema_decay"))}
     try:
         network.start_from(trained)
     except InputError as error:
-        theirs, own = (flat(node, "model.") for node in (header["model"], network.run_config["model"]))
-        differing = [f"; {key} is {value!r} there and {own[key]!r} here" for key, value in theirs.items()
-                     if own.get(key, value) != value and not key.startswith(("model.optimizer.", "model.ema_decay"))]
         same_class = theirs["model._target_"] == own["model._target_"]
-        raise InputError(f"init={init}: {error}{''.join(differing) if same_class else ''}") from None
+        raise InputError("; ".join([f"init={init}: {error}", *(differing.values() if same_class else ())])) from None
+    if "model.parameterisation" in differing:
+        raise InputError(f"init={init}: its network predicts another quantity: {differing['model.parameterisation']}")
+    if differing:
+        parts.say(f"note: init={init} has other options: {'; '.join(differing.values())}")
 
 
 def options_of(config: dict) -> tuple[TrainerOptions, LoggerOptions, CheckpointOptions]:
@@ -353,8 +357,8 @@ def _notes(
         then = construct(TrainerOptions, **header["config"].get("trainer") or {})
         before = then.steps(len(datamodule.train_dataloader()))
         if before != steps:
-            lines.append(f"the run now has {steps} steps instead of {before}; from here on the learning rate follows "
-                         "the new length")
+            lines.append(f"the run now has {steps} steps instead of {before}; from here on a learning rate that "
+                         "decays, and the stages of a consistency model, follow the new length")
     if options.compile:
         lines.append("the first step compiles the network, which may take minutes" if network.compiled_parts() else
                      f"trainer.compile has no effect on {network.family}, which needs second derivatives")

@@ -146,7 +146,7 @@ def _explain(error: Exception, path: Path) -> Exception:
     # torch's zip writer hides the errno of a short write in its message.
     if full or any(sign in str(error) for sign in ("file write failed", "unexpected pos")):
         kept = f"the previous {path.name} is kept" if path.exists() else "nothing was overwritten"
-        again = "then resume with resume=last" if path.suffix == ".ckpt" else "then try again"
+        again = "then resume with resume=last" if path.suffix == ".ckpt" and path.exists() else "then try again"
         return RunError(f"no space left to write {path}: {kept}; free some space, {again}")
     if isinstance(error, OSError):
         return RunError(f"cannot write {path}: {_reason(error, path)}")

@@ -116,6 +116,8 @@ class Checkpointing(Callback):
         if trainer.is_global_zero:
             for stale in self.run_dir.glob(TEMPORARY):
                 stale.unlink(missing_ok=True)
+        if not trainer.strategy.broadcast((self.run_dir / "best.ckpt").is_file()):
+            self.best = None  # resumed from a checkpoint of another folder
         if trainer.global_step == 0:
             self.save(trainer, "last.ckpt")
         self.saved_step, self._seen = trainer.global_step, pl_module.batches_seen

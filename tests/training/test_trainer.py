@@ -28,7 +28,7 @@ from genmodels.data.vision import Digits
 from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.normalizing_flows import NSF
 from genmodels.models.optimizer import EMA
-from genmodels.training import processes, trainer
+from genmodels.training import callbacks, processes, trainer
 from genmodels.training.callbacks import FiniteMetrics
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 
@@ -358,6 +358,36 @@ def test_no_rate_is_found_where_the_loss_does_not_fall(monkeypatch):
     network.initialize(trainer.initial_batch(data))
     with pytest.raises(InputError, match="the loss falls at none of them: give model.optimizer.lr"):
         trainer.find_learning_rate(TrainerOptions(), network, data)
+
+
+def test_weights_of_another_quantity_are_refused_and_other_options_are_said(tmp_path, capsys):
+    small = ["train", "model=ddpm", "model.net.channels=8", "data.batch_size=8", "logger=csv",
+             "trainer.max_steps=1", "trainer.limit_validation=1", "trainer.sample_every_n_steps=0"]
+    assert main([*small, f"run_dir={tmp_path}/first"]) == 0
+    again = [*small, f"init={tmp_path}/first", f"run_dir={tmp_path}/second"]
+    assert main([*again, "model.parameterisation=eps"]) == 2
+    assert "another quantity: model.parameterisation is 'v' there and 'eps' here" in capsys.readouterr().err
+    assert main([*again, "model.schedule=linear"]) == 0
+    assert "has other options: model.schedule is 'cosine' there and 'linear' here" in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_its_folder_brings_its_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(callbacks, "metric_of", lambda model: float(model.global_step))  # worse with every validation
+    assert main([*TINY, f"run_dir={tmp_path}/run", "trainer.max_steps=2"]) == 0
+    (tmp_path / "copy").mkdir()
+    os.replace(tmp_path / "run" / "last.ckpt", tmp_path / "copy" / "my.ckpt")
+    assert main(["train", f"resume={tmp_path}/copy/my.ckpt", "trainer.max_steps=4"]) == 0
+    header = read_header(tmp_path / "copy" / "last.ckpt")
+    assert header["step"] == 4 and header["family"] == "nsf"
+    assert read_header(tmp_path / "copy" / "best.ckpt")["step"] == 4  # the better one is in the other folder
+
+
+@pytest.mark.parametrize("every, validations", [(0, 1), (2, 2), (3, 2), (500, 1)])
+def test_the_end_is_validated_once(tmp_path, monkeypatch, every, validations):
+    seen = []
+    monkeypatch.setattr(FiniteMetrics, "on_validation_end", lambda *_: seen.append(1))
+    words = [*TINY, f"run_dir={tmp_path}", "trainer.max_steps=4", f"trainer.validate_every_n_steps={every}"]
+    assert main(words) == 0 and len(seen) == validations
 
 
 def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
