@@ -416,6 +416,7 @@ def train(model: str | None = None, *words: str, device: str = "auto", **setting
     from genmodels.training.processes import training_of_a_script
 
     with composer("train") as hydra:
+        hydra.given = "in Python"
         chosen = ([] if model is None else [f"model={model}"]) + list(words)
         config = hydra.compose(words_by_name(hydra, chosen, settings))
     with _interruptible(), training_of_a_script(), torch.random.fork_rng(devices=[]):  # a run seeds it for its weights

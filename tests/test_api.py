@@ -107,6 +107,8 @@ REFUSED = [
     (lambda model: model.verify(max_dim=2), "verify has no option 'max_dim': did you mean 'max_dims'?"),
     (lambda model: model.verify(patience=0), "patience must be positive"),
     (lambda model: model.verify(max_dims="x"), "max_dims must be an integer, got 'x'"),
+    (lambda model: gm.load(None), "None is no checkpoint"),
+    (lambda model: gm.train("nsf", data="toy", lr="abc"), "lr must be a number, got 'abc' \\(in Python\\)"),
     (lambda model: model.log_likelihood(None), "items are a Batch or an array, got NoneType"),
     (lambda model: model.log_likelihood(torch.zeros(1, 1, 8, 8) + 0j), "the batch is torch.complex64"),
     (lambda model: model.sample(1, ema="raw"), "ema must be a finite number from 0 to 1, got 'raw'"),

@@ -46,6 +46,7 @@ class Composer:
 
     def __init__(self, hydra: Hydra, command: str):
         self.hydra, self.command = hydra, command
+        self.given = "on the command line"  # where overrides come from, for messages
         # Hydra reads its folders again at every call, and its loader copies all that it has.
         self._options = cache(hydra.config_loader.repository.get_group_options)
         self.groups = self._options("", ObjectType.GROUP)
@@ -208,9 +209,9 @@ class Composer:
             key = override.key_or_group
             tail = path.removeprefix(key).removeprefix(".")
             if (path == key or path.startswith(f"{key}.")) and found_at(override.value(), tail):
-                return "on the command line"
+                return self.given
             if key.startswith(f"{path}."):
-                return "on the command line"
+                return self.given
         words = [o.input_line for o in parsed]
         chosen = self.hydra.config_loader.compute_defaults_list(self.command, words, RunMode.RUN).defaults
         for default in reversed(chosen):

@@ -180,7 +180,7 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
                       Function(lambda part, *given: part.mean_velocity(*given), core), {"x": x, **times, **classes},
                       ("velocity",))]
     if isinstance(core, Denoiser) and not hasattr(core.net, "energy"):
-        log_snr = {"log_snr": torch.linspace(-3.0, 3.0, _ROWS)}
+        log_snr = {"log_snr": torch.linspace(-30.0, 3.0, _ROWS)}
         return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"
                       + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),
                       Function(_ends, core), {"x": x, **log_snr, **classes}, ("x0", "eps"))]

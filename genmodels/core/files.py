@@ -327,12 +327,12 @@ def located(ckpt: str | Path) -> Path:
     """
     if str(ckpt).startswith(HUB):
         return _fetched(str(ckpt))
-    path = Path(ckpt).expanduser()
     try:
+        path = Path(ckpt).expanduser()
         if not path.is_dir():
             return path
-    except OSError as error:  # such as a name that is too long
-        raise InputError(f"{str(ckpt)[:100]} is no checkpoint: {error.strerror}") from None
+    except (OSError, TypeError) as error:  # such as a name that is too long, or None
+        raise InputError(f"{str(ckpt)[:100]} is no checkpoint: {getattr(error, 'strerror', error)}") from None
     return next((path / name for name in ("best.ckpt", EXPORTED) if (path / name).is_file()), path / "best.ckpt")
 
 

@@ -395,7 +395,7 @@ def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tens
         tensor([0.7071, 0.7071])
     """
     x, log_snr = wide(x), wide(log_snr).clamp(*LOG_SNR_RANGE).reshape(-1, *[1] * (x.dim() - 1))
-    clean = x / torch.sigmoid(log_snr).sqrt()
+    clean = x * torch.sqrt(1 + torch.exp(-log_snr))  # x/alpha; the sigmoid of ONNX's runtime is 0 at -20
     angles = torch.cat([2.0**n * math.pi * clean for n in octaves], dim=1)
     fading = torch.cat([torch.exp(-(4.0**n) * math.pi**2 / 2 * torch.exp(-log_snr)).expand_as(x) for n in octaves], 1)
     return torch.cat([angles.sin() * fading, angles.cos() * fading], dim=1)
