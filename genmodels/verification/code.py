@@ -6,7 +6,7 @@ import copy
 import io
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from genmodels.core.errors import an
 from genmodels.flows.bijection import Bijection
@@ -89,6 +89,30 @@ def nothing_modified(s: Subject) -> Measured:
         changed += [f"{name} changes{' in training' if training else ''}" for name in state
                     if not torch.equal(state[name], now[name])]
     return Measured(float(len(changed)), "; ".join(dict.fromkeys(changed)))
+
+
+@CHECKS.add("training mode", 1e-10, "training mode gives the results of evaluation, without the dropout of networks")
+@torch.no_grad()
+def training_mode(s: Subject) -> Measured:
+    """A copy in training mode against evaluation, each with the same random numbers.
+
+    Networks of the package stay in evaluation mode, as does every dropout module: what a coupling's network drops
+    changes its map but breaks no bijection.
+    """
+    layer = s.copy().train()
+    for part in layer.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) or type(part).__module__.startswith("genmodels.nn."):
+            part.eval()
+    errors = {}
+    for name, inverse, value in s.directions():
+        results = []
+        for mode in (layer, s.copy()):
+            with torch.random.fork_rng([s.x.device] if s.x.is_cuda else []):
+                torch.manual_seed(s.seed)
+                results.append(s.run(value, inverse, layer=mode))
+        for what, trained, usual in zip((name, f"{name}'s log-det"), *results, strict=True):
+            errors[what] = relative(trained, usual)
+    return worst(errors)
 
 
 @CHECKS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")

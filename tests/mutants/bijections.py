@@ -77,6 +77,10 @@ MUTANTS: dict[str, Mutant] = {
     "dead parameter": _mutant(lambda: layers.DeadParameter(3), _IMAGE, "dead parameters"),
     "graph break": _mutant(lambda: layers.GraphBreak(3), _IMAGE, "compiled"),
     "running statistics": _mutant(lambda: layers.RunningMean(3), _IMAGE, "nothing modified"),
+    "log-det doubled in training": _mutant(lambda: layers.TwiceInTraining(3), _IMAGE, "training mode"),
+    "noise in training": _mutant(lambda: layers.NoisyInTraining(3), _IMAGE, "training mode"),
+    "batch mean in training": _mutant(lambda: layers.CentredInTraining(3), _IMAGE, "training mode"),
+    "nothing (dropout in the network)": _mutant(couplings.Dropped, _VECTOR),
     "batch statistics": _mutant(couplings.BatchStatistics, _VECTOR, "rows independent"),
     "condition dropped in the inverse": _mutant(
         lambda: couplings.ConditionDropped(cond=2), _VECTOR, "round trip", "log-dets cancel", "condition", cond=2

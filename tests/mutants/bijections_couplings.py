@@ -36,6 +36,14 @@ class Couple(Bijection):
         return torch.cat([kept, (changed - t) * (-h).exp()], dim=1), -per_example(h)
 
 
+class Dropped(Couple):
+    """A sound coupling whose network drops what it sees in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(self.inner, nn.Dropout(0.5))
+
+
 class ForgottenGradient(Couple):
     """The log-scale is right, but cut off from what it was made of."""
 

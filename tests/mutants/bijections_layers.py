@@ -213,6 +213,27 @@ class RunningMean(Stretch):
         return super()._forward(x, cond, mask)
 
 
+class TwiceInTraining(Stretch):
+    """The log-determinant is doubled in training mode."""
+
+    def volume(self, x, mask):
+        return (2 if self.training else 1) * super().volume(x, mask)
+
+
+class NoisyInTraining(Stretch):
+    """Noise is added to what comes in, in training mode."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x + 0.1 * torch.randn_like(x) if self.training else x, cond, mask)
+
+
+class CentredInTraining(Stretch):
+    """The mean of the batch is taken off in training mode."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x - x.mean(0) if self.training else x, cond, mask)
+
+
 class LayerSkipped(Compose):
     """Walks over all layers but the last."""
 
