@@ -14,7 +14,7 @@ from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotAppli
 from genmodels.verification.code import CHECKS as CODE_CHECKS
 from genmodels.verification.maps import CHECKS as MAP_CHECKS
 from genmodels.verification.maps import MASK_CHECKS, MASS_CHECKS, relative, weighted, worst
-from genmodels.verification.subject import Range, Subject, knots_of, prepare
+from genmodels.verification.subject import FAR_VALUES, Range, Subject, knots_of, prepare, rows_of
 
 JACOBIAN_CHECKS = CheckSet()
 
@@ -46,6 +46,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         result, copies = s.run(value, inverse)[0], s.run(value[:1].expand_as(value), inverse, cond=one)[0]
     if not relative(copies[0], result[0]) < 1e-6:
         raise NotApplicable("rows depend on one another: no row alone has a Jacobian")
+    far = _log_det_far_out(s, inverse)
     value, cond, jacobians, note = _jacobians(s, inverse, len(value))
     with torch.no_grad():
         returned = s.run(value, inverse, cond=cond)[1]
@@ -58,7 +59,32 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
-    return Measured(error, note)
+    return far if far is not None and far.error > error else Measured(error, note)
+
+
+def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
+    """The error at inputs far out, relative to what rounding may do to the reference; None for none, or large events.
+
+    A Jacobian whose singular values are far from 1 has lost digits: those of a saturated sigmoid are all lost.
+    """
+    value = s.far[inverse]
+    if value is None or s.dims > s.max_dims:
+        return None
+    value = value[: math.ceil(FAR_VALUES / s.dims)]
+    cond = rows_of(s.cond, len(value))
+    with torch.no_grad():
+        returned = s.run(value, inverse, cond=cond)[1]
+    found = Measured(0.0)
+    for row in range(len(value)):
+        matrix = jacobian(s, value, cond, row, inverse)
+        if not bool(matrix.isfinite().all()):
+            continue
+        sizes = torch.linalg.svdvals(matrix)
+        true, scale = sizes.log().sum(), 1e-6 * torch.maximum(sizes[0], 1 / sizes[-1])
+        error = float((returned[row] - true).abs() / (1 + true.abs()) / scale.clamp(min=1))
+        if error > found.error:
+            found = Measured(error, f"far out: says {float(returned[row]):.9g}, is {float(true):.9g}")
+    return found
 
 
 def _likely(returned: Tensor, true: Tensor, shape: tuple[int, ...]) -> str:

@@ -22,6 +22,7 @@ from genmodels.verification.check import NotApplicable
 Range = tuple[float, float]
 EVERYWHERE: Range = (-math.inf, math.inf)
 _INITIAL_ROWS = 64
+_FAR, FAR_VALUES = 10.0, 48  # how far out some inputs lie, and at least how many of their numbers
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Subject:
         blank: a copy as given, to load into.
         x, z: (B, *event) float64 inputs of the two directions, which need not correspond.
         cond: the condition of the B rows, None for a layer without.
+        far: more inputs of the two directions, far from zero; None for inputs that were given or are bounded.
     """
 
     layer: nn.Module
@@ -40,6 +42,7 @@ class Subject:
     x: Tensor
     z: Tensor
     cond: Tensor | None = None
+    far: tuple[Tensor | None, Tensor | None] = (None, None)
     x_range: Range = EVERYWHERE
     z_range: Range = EVERYWHERE
     masks: bool = True
@@ -237,6 +240,39 @@ def draw(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> T
     return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
+def draw_far(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> Tensor | None:
+    """Inputs with standard deviation 10, at least three rows and 48 numbers; None on a bounded range.
+
+    Example:
+        >>> draw_far((3,), EVERYWHERE, torch.Generator()).shape, draw_far((3,), (0.0, 1.0), torch.Generator())
+        (torch.Size([16, 3]), None)
+    """
+    low, high = limits
+    if math.isfinite(low) and math.isfinite(high):
+        return None
+    rows = max(3, math.ceil(FAR_VALUES / max(1, math.prod(shape))))
+    normal = _FAR * torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    return low + normal.abs() if math.isfinite(low) else high - normal.abs() if math.isfinite(high) else normal
+
+
+@torch.no_grad()
+def error_far_out(s: Subject, value: Tensor, inverse: bool) -> float:
+    """The error of a round trip, relative to the largest value and to what rounding halfway changes.
+
+    Where a sigmoid saturates, the way back multiplies the rounding, which is no error of the layer. Rows that overflow
+    are left to "extreme inputs".
+    """
+    there = s.run(value, inverse)[0]
+    with torch.enable_grad():
+        there = there.detach().requires_grad_()
+        back = s.run(there, not inverse)[0]
+        slope = torch.autograd.grad(back.sum(), there)[0] if back.requires_grad else torch.zeros_like(there)
+    # At 1e-10, this allows a hundred roundings halfway.
+    scale = 1 + value.flatten(1).abs().amax(1) + 1e-4 * (slope * there).detach().flatten(1).abs().sum(1)
+    errors = (back.detach() - value).flatten(1).abs().amax(1) / scale
+    return float(errors[torch.isfinite(errors)].max()) if bool(torch.isfinite(errors).any()) else 0.0
+
+
 def initialize(layer: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None = None, **options) -> None:
     """The data-dependent initialisation of a layer on a batch."""
     given = {name: value for name, value in (("cond", cond), ("mask", mask)) if value is not None}
@@ -276,7 +312,8 @@ def prepare(
     work = copy.deepcopy(layer).double().eval()
     if randomise:
         perturb(work, generator)
-    x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
+    own_x = x is None
+    x = draw((batch, *shape), x_range, generator).to(device) if own_x else x.detach().double()
     if tuple(x.shape[1:]) != shape:
         raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")
     cond = cond.to(device).double() if cond is not None and cond.is_floating_point() else cond
@@ -284,9 +321,12 @@ def prepare(
         rows = draw((_INITIAL_ROWS, *shape), x_range, generator).to(device)
         data, data_cond = (rows, rows_of(cond, len(rows))) if initial is None else initial
         initialize(work, data.double(), data_cond)
-    subject = Subject(work, blank, x, x, cond, x_range, z_range, seed=seed, **options)
+    subject = Subject(work, blank, x, x, cond, x_range=x_range, z_range=z_range, seed=seed, **options)
+    out = getattr(work, "out_shape", lambda shape: shape)(shape)
+    wanted = ((own_x, shape, x_range), (z is None, out, z_range))
     if z is None:
-        out = getattr(work, "out_shape", lambda shape: shape)(shape)
         z = draw((batch, *out), z_range, generator).to(device)
     subject.z = z.detach().double()
+    far = (draw_far(event, limits, subject.generator("far")) if own else None for own, event, limits in wanted)
+    subject.far = tuple(None if value is None else value.to(device) for value in far)
     return subject

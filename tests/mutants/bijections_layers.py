@@ -213,6 +213,32 @@ class RunningMean(Stretch):
         return super()._forward(x, cond, mask)
 
 
+class ClampedFarOut(Stretch):
+    """Whatever lies beyond 8 is moved there."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x.clamp(-8, 8), cond, mask)
+
+
+class FoldedFarOut(Stretch):
+    """What lies beyond 10 comes back."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(torch.where(x > 10, 20 - x, x), cond, mask)
+
+
+class WrongFarOut(Stretch):
+    """The log-determinant is that of another map beyond 6, in both directions alike."""
+
+    def _forward(self, x, cond, mask):
+        z, logdet = super()._forward(x, cond, mask)
+        return z, logdet + (x.abs() - 6).clamp(min=0).flatten(1).sum(1)
+
+    def _inverse(self, z, cond, mask):
+        x, logdet = super()._inverse(z, cond, mask)
+        return x, logdet - (x.abs() - 6).clamp(min=0).flatten(1).sum(1)
+
+
 class TwiceInTraining(Stretch):
     """The log-determinant is doubled in training mode."""
 
