@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import an
-from genmodels.flows.bijection import Bijection
+from genmodels.flows.bijection import Around, Bijection
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
 from genmodels.verification.subject import Subject, perturb, rows_of, waits
 
 CHECKS = CheckSet()
 
+_AUTOCAST = 1e-4  # relative error of a round trip under autocast
+_OWN_MATHS = ("compute the map itself without autocast, `with genmodels.flows.bijection.full_precision(x):`, and cast "
+              "what a network gives to the dtype of x")
 _EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 50.0, -50.0)
 
 
@@ -56,20 +59,33 @@ def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return cond.to(dtype) if cond is not None and cond.is_floating_point() else cond
 
 
-@CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
+@CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the map itself stays float32, finite and invertible")
 @torch.no_grad()
 def autocast(s: Subject) -> Measured:
-    """A float32 copy under `torch.autocast(bfloat16)`, which may affect networks but not the bijection itself."""
-    layer, wrong = s.copy(torch.float32), []
+    """A float32 copy under `torch.autocast(bfloat16)`, which may affect networks but not the bijection itself.
+
+    A single layer whose inverse costs the same must also return what came in. In a composition, a network gives
+    something else for an input that is rounded otherwise.
+    """
+    layer, wrong, cond = s.copy(torch.float32), [], _cast(s.cond, torch.float32)
+    maps = [part for part in s.layer.modules() if isinstance(part, Bijection) and not isinstance(part, Around)]
+    single = len(maps) == 1 and maps[0].inverse_cost == "same"
     for name, inverse, value in s.directions():
-        with torch.autocast(value.device.type, torch.bfloat16):
-            result, logdet = s.raw(value.float(), inverse, cond=_cast(s.cond, torch.float32), layer=layer)
-        for what, found in ((name, result), (f"{name}'s log-det", torch.as_tensor(logdet))):
-            if found.dtype != torch.float32:
-                wrong.append(f"{what} is {found.dtype}: cast what the network gives to the dtype of x")
-            elif not bool(torch.isfinite(found).all()):
-                wrong.append(f"{what} is not finite")
-    return Measured(float(len(wrong)), "; ".join(wrong))
+        errors = []
+        for enabled in (True, False) if single else (True,):
+            with torch.autocast(value.device.type, torch.bfloat16, enabled=enabled):
+                result, logdet = s.raw(value.float(), inverse, cond=cond, layer=layer)
+                back = s.raw(result, not inverse, cond=cond, layer=layer)[0] if single else value
+            # The row with the least: in one of them, rounding may have moved what a network sees.
+            errors.append(min(map(relative, back.double(), value.float().double())) if single else 0.0)
+            found = ((name, result), (f"{name}'s log-det", torch.as_tensor(logdet))) if enabled else ()
+            wrong += [f"{what} is {v.dtype}" for what, v in found if v.dtype != torch.float32]
+            wrong += [f"{what} is not finite" for what, v in found
+                      if v.dtype == torch.float32 and not bool(torch.isfinite(v).all())]
+        # Not what float32 loses without autocast too.
+        if single and errors[0] > max(_AUTOCAST, 10 * errors[1]):
+            wrong.append(f"round trip, {name} first: off by {errors[0]:.0e}")
+    return Measured(float(len(wrong)), f"{'; '.join(wrong)}: {_OWN_MATHS}" if wrong else "")
 
 
 @CHECKS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")

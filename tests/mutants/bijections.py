@@ -102,6 +102,7 @@ MUTANTS: dict[str, Mutant] = {
     "padding seen": _mutant(couplings.PaddingSeen, _SEQUENCE, "masked content", "padding"),
     "mean over all frames": _mutant(couplings.MeanOfAllFrames, _SEQUENCE, "padding"),
     "log-det in bfloat16": _mutant(lambda: layers.HalfPrecisionVolume(3), _IMAGE, "bf16 autocast"),
+    "map in bfloat16": _mutant(lambda: layers.HalfPrecisionMap(4), _VECTOR, "bf16 autocast"),
     "order reversed": _mutant(couplings.Forwards, _VECTOR, "triangular Jacobian"),
     "layer skipped": _mutant(
         lambda: layers.LayerSkipped([layers.Stretch(3) for _ in range(3)], _IMAGE), _IMAGE, "sum of layers"

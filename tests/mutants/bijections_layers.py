@@ -117,6 +117,13 @@ class HalfPrecisionVolume(Stretch):
         return ones @ self.log_scale
 
 
+class HalfPrecisionMap(Stretch):
+    """The scale is a product that autocast takes to bfloat16, and the shift brings back float32."""
+
+    def _forward(self, x, cond, mask):
+        return x @ self.log_scale.exp().diag() + self.shift, self.volume(x, mask)
+
+
 class ShiftFirst(Stretch):
     """The shift is added before the scaling on the way there, and taken off before the scaling on the way back."""
 
