@@ -59,7 +59,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
-    return far if far is not None and far.error > error else Measured(error, note)
+    return far if far is not None and error < min(far.error, _DOUBTFUL) else Measured(error, note)
 
 
 def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
@@ -292,12 +292,13 @@ def check_bijection(
         layer: a `Bijection`, or any module with `forward(x, cond, mask) -> (z, logdet)` and `inverse(z, cond, mask) ->
             (x, logdet)`; one that takes neither cond nor mask will do.
         shape: event shape of x; for sequences (C, T) masks are tried too.
-        x, z: inputs of the two directions, random by default.
+        x, z: inputs of the two directions, random by default: then some lie far from zero.
         cond: the condition of each row, at least two different ones; needed by layers that use one.
         batch: number of random examples.
         randomise: whether parameters are moved at random.
         initial: data and condition for a layer that needs data to initialise.
-        x_range, z_range: the domain of each direction, if not everywhere.
+        x_range, z_range: the domain of each direction, by default the layer's attribute of this name or everywhere;
+            finite ends are open.
         masks: whether the layer takes masks.
         knots: inputs at which it may be singular; ends and knots of its splines by default.
         starts_as_identity: whether it must be the identity as given.
@@ -313,7 +314,8 @@ def check_bijection(
         name: the subject's name in the report.
 
     Raises:
-        ValueError: for a shape the layer does not take, a missing condition, or a check that does not exist.
+        ValueError: for a shape the layer does not take, a missing condition or one it does not use, a direction that
+            raises or returns no pair on the first inputs, or a check that does not exist.
 
     Example:
         >>> from genmodels.flows.scaling import ActNorm

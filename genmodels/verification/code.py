@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from genmodels.core.errors import an
 from genmodels.flows.bijection import Around, Bijection
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
-from genmodels.verification.subject import Subject, perturb, rows_of, waits
+from genmodels.verification.subject import Subject, perturb, rows_of, shown_event, waits
 
 CHECKS = CheckSet()
 
@@ -85,7 +86,8 @@ def autocast(s: Subject) -> Measured:
         # Not what float32 loses without autocast too.
         if single and errors[0] > max(_AUTOCAST, 10 * errors[1]):
             wrong.append(f"round trip, {name} first: off by {errors[0]:.0e}")
-    return Measured(float(len(wrong)), f"{'; '.join(wrong)}: {_OWN_MATHS}" if wrong else "")
+    advice = f": {_OWN_MATHS}" if any("finite" not in text for text in wrong) else ""
+    return Measured(float(len(wrong)), f"{'; '.join(wrong)}{advice}")
 
 
 @CHECKS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
@@ -133,7 +135,7 @@ def training_mode(s: Subject) -> Measured:
 
 @CHECKS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
 def extreme_inputs(s: Subject) -> Measured:
-    """0, 1e-30, 1, 50, their negatives and all knots, clipped to the domain, in float32 and float64."""
+    """0, 1e-30, 1, 50, their negatives and all knots, clipped to inside the domain, in float32 and float64."""
     bad = []
     for dtype in (torch.float32, torch.float64):
         # The knots are those at the start of training; later only their ends are the same.
@@ -148,7 +150,7 @@ def extreme_inputs(s: Subject) -> Measured:
                 names = ["its input", *(n for n, p in layer.named_parameters() if p.requires_grad)]
                 where = f"{name}, {str(dtype)[6:]}{'' if moved else ', as given'}"
                 rows = torch.isfinite(result).flatten(1).all(1) & torch.isfinite(logdet)
-                bad += [] if bool(rows.all()) else [f"{where}: not finite at {_shown(values[~rows][0])}"]
+                bad += [] if bool(rows.all()) else [f"{where}: not finite at {shown_event(values[~rows][0])}"]
                 bad += [f"{where}: gradient of {n}" for n, g in zip(names, gradients, strict=True)
                         if g is not None and not bool(torch.isfinite(g).all())]
     return Measured(float(len(bad)), "; ".join(bad[:2]))
@@ -157,14 +159,13 @@ def extreme_inputs(s: Subject) -> Measured:
 def _extreme(s: Subject, like: Tensor, inverse: bool) -> Tensor:
     """Events full of one special value, and random events with that value in every other position."""
     low, high = s.z_range if inverse else s.x_range
+    # Finite ends are open, as those of a logit are.
+    margins = [min(1e-6 * (1 + abs(v)), 1e-3 * (high - low)) if math.isfinite(v) else 0.0 for v in (low, high)]
+    low, high = low + margins[0], high - margins[1]
     points = dict.fromkeys(min(max(v, low), high) for v in (*_EXTREMES, *s.knots))
     full = [torch.full_like(like[:1], v) for v in points]
     other = torch.arange(like[0].numel(), device=like.device).reshape(like.shape[1:]) % 2 == 0
     return torch.cat([*full, *(torch.where(other, value, like[:1]) for value in full)])
-
-
-def _shown(event: Tensor) -> str:
-    return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
 
 
 @CHECKS.add("dead parameters", 0.0, "every trainable parameter has an influence, and finite gradients")

@@ -7,12 +7,14 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import an, with_class
 from genmodels.flows.bijection import Freeze, Inverse, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.multiscale import MultiScale
@@ -158,6 +160,21 @@ class Subject:
         """The mask of z."""
         return getattr(self.layer, "out_mask", lambda mask: mask)(mask)
 
+    def misfit(self) -> str:
+        """What is wrong with the shapes of the masks that the layer makes; empty if nothing is."""
+        out = self.out_mask(self.mask())
+        back = getattr(self.layer, "in_mask", lambda mask: mask)(out)
+        for name, mask, value in (("out_mask", out, self.z), ("in_mask", back, self.x)):
+            if mask.shape[1:] not in ((1, value.shape[-1]), value.shape[1:]):
+                return (f"{name} gives a mask {tuple(mask.shape)} for {tuple(value.shape)}: a layer that changes the "
+                        "length of sequences defines out_mask and in_mask")
+        return ""
+
+
+def shown_event(event: Tensor) -> str:
+    """The first numbers of an event, in messages."""
+    return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
+
 
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
     """The conditions of `count` rows, those of the batch repeated."""
@@ -205,7 +222,7 @@ def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) 
 
 
 def ranges(layer: nn.Module) -> tuple[Range, Range]:
-    """The domains of a bijection's forward and inverse: everywhere, except with a logit at that end.
+    """The domains of a bijection's forward and inverse: everywhere, but for a logit at that end or its own attributes.
 
     Example:
         >>> ranges(Inverse(Logit(0.05)))
@@ -218,7 +235,9 @@ def ranges(layer: nn.Module) -> tuple[Range, Range]:
     if isinstance(layer, Freeze):
         return ranges(layer.bijection)
     parts = layer.layers if isinstance(layer, Compose) else layer.stages if isinstance(layer, MultiScale) else ()
-    return (ranges(parts[0])[0], ranges(parts[-1])[1]) if len(parts) else (EVERYWHERE, EVERYWHERE)
+    if len(parts):
+        return ranges(parts[0])[0], ranges(parts[-1])[1]
+    return getattr(layer, "x_range", EVERYWHERE), getattr(layer, "z_range", EVERYWHERE)
 
 
 def knots_of(layer: nn.Module) -> list[float]:
@@ -285,6 +304,18 @@ def waits(layer: nn.Module) -> bool:
     return hasattr(layer, "uninitialized") and next(iter(layer.uninitialized()), None) is not None
 
 
+@contextmanager
+def _in_one_line(layer: nn.Module, name: str, value: Tensor) -> Iterator[None]:
+    """Turns whatever a method raises into a ValueError that names it and the shape."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or "out of memory" in str(error):
+            raise
+        raise ValueError(f"{type(layer).__name__}: {name} fails on events of shape {tuple(value.shape[1:])}: "
+                         f"{with_class(error)}") from error
+
+
 def prepare(
     layer: nn.Module, shape: Sequence[int], *, x: Tensor | None, z: Tensor | None, cond: Tensor | None, batch: int,
     randomise: bool, initial: tuple[Tensor, Tensor | None] | None, x_range: Range | None, z_range: Range | None,
@@ -292,19 +323,21 @@ def prepare(
 ) -> Subject:
     """The subject of a layer: copied, converted to float64, perturbed, then initialised as in training."""
     shape = as_shape(shape)
+    own = ranges(layer)
+    x_range, z_range = own[0] if x_range is None else x_range, own[1] if z_range is None else z_range
     for name, given in (("x_range", x_range), ("z_range", z_range)):
-        if given is not None and not given[0] < given[1]:
+        if not given[0] < given[1]:
             raise ValueError(f"{name} must be (low, high) with low < high, got {given}")
     uses_cond = getattr(layer, "uses_cond", cond is not None)
     if uses_cond and cond is None:
         raise ValueError(f"{type(layer).__name__} needs a condition: give cond with a row for each example")
-    cond = cond if uses_cond else None
+    if cond is not None and not uses_cond:
+        raise ValueError(f"{type(layer).__name__} is given a condition, but its uses_cond is false: set it to true, or "
+                         "leave cond out")
     given = next((value for value in (x, z, cond) if value is not None), None)
     batch = batch if given is None else len(given)
     if batch < 2:
         raise ValueError(f"at least two examples are needed to tell whether they are independent, got {batch}")
-    own_x_range, own_z_range = ranges(layer)
-    x_range, z_range = x_range or own_x_range, z_range or own_z_range
     device = next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
 
@@ -312,21 +345,29 @@ def prepare(
     work = copy.deepcopy(layer).double().eval()
     if randomise:
         perturb(work, generator)
-    own_x = x is None
-    x = draw((batch, *shape), x_range, generator).to(device) if own_x else x.detach().double()
+    drawn = (x is None, z is None)
+    x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
     if tuple(x.shape[1:]) != shape:
         raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")
     cond = cond.to(device).double() if cond is not None and cond.is_floating_point() else cond
     if waits(work):
         rows = draw((_INITIAL_ROWS, *shape), x_range, generator).to(device)
         data, data_cond = (rows, rows_of(cond, len(rows))) if initial is None else initial
-        initialize(work, data.double(), data_cond)
+        with _in_one_line(layer, "initialize", data):
+            initialize(work, data.double(), data_cond)
     subject = Subject(work, blank, x, x, cond, x_range=x_range, z_range=z_range, seed=seed, **options)
     out = getattr(work, "out_shape", lambda shape: shape)(shape)
-    wanted = ((own_x, shape, x_range), (z is None, out, z_range))
     if z is None:
         z = draw((batch, *out), z_range, generator).to(device)
     subject.z = z.detach().double()
-    far = (draw_far(event, limits, subject.generator("far")) if own else None for own, event, limits in wanted)
-    subject.far = tuple(None if value is None else value.to(device) for value in far)
+    for name, inverse, value in subject.directions():
+        if drawn[1] or not inverse:
+            with _in_one_line(layer, name, value), torch.no_grad():
+                found = subject.raw(value, inverse, layer=subject.copy())
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise ValueError(f"{type(layer).__name__}: {name} must return a pair (result, log-determinant), got "
+                                 f"{an(type(found).__name__)}")
+    generator = subject.generator("far")
+    far = (draw_far(shape, x_range, generator), draw_far(out, z_range, generator))
+    subject.far = tuple(v.to(device) if own and v is not None else None for own, v in zip(drawn, far, strict=True))
     return subject

@@ -100,6 +100,7 @@ MUTANTS: dict[str, Mutant] = {
     "kept part rounded": _mutant(couplings.PerhapsChanged, _VECTOR, "kept part"),
     "log-det said to be constant": _mutant(couplings.FalseConstant, _VECTOR, "constant log-det"),
     "padding seen": _mutant(couplings.PaddingSeen, _SEQUENCE, "masked content", "padding"),
+    "length halved without masks": _mutant(couplings.MasksForgotten, _SEQUENCE, "masked content"),
     "mean over all frames": _mutant(couplings.MeanOfAllFrames, _SEQUENCE, "padding"),
     "log-det in bfloat16": _mutant(lambda: layers.HalfPrecisionVolume(3), _IMAGE, "bf16 autocast"),
     "map in bfloat16": _mutant(lambda: layers.HalfPrecisionMap(4), _VECTOR, "bf16 autocast"),

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from genmodels.flows.bijection import Bijection, full_precision, per_example
 from genmodels.flows.coupling import ChannelSplit
+from genmodels.flows.squeeze import Squeeze1d
 
 
 class Couple(Bijection):
@@ -169,6 +170,15 @@ class PaddingSeen(Neighbours):
 
     def _enter(self, x, fitting, cond, mask):
         return super()._enter(x, fitting, cond, None)
+
+
+class MasksForgotten(Squeeze1d):
+    """Makes two frames one, but not of the mask."""
+
+    def out_mask(self, mask):
+        return mask
+
+    in_mask = out_mask
 
 
 class MeanOfAllFrames(Neighbours):
