@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import an
 from genmodels.core.tensors import hide
 
 _UNDOING = ContextVar("_UNDOING", default=False)
@@ -100,13 +101,13 @@ class Bijection(nn.Module):
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Data to latent: `(z, logdet)`."""
         x = self._enter(x, self.out_shape, cond, mask)
-        z, logdet = self._leave(x, *self._forward(x, cond, mask))
+        z, logdet = self._leave(x, self._forward(x, cond, mask))
         return (z, logdet) if mask is None else (hide(z, self.out_mask(mask)), logdet)
 
     def inverse(self, z: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Latent to data: `(x, logdet)`, the log-determinant of this direction."""
         z = self._enter(z, self.in_shape, cond, mask)
-        x, logdet = self._leave(z, *self._inverse(z, cond, mask))
+        x, logdet = self._leave(z, self._inverse(z, cond, mask))
         return (x, logdet) if mask is None else (hide(x, self.in_mask(mask)), logdet)
 
     def _forward(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -185,8 +186,12 @@ class Bijection(nn.Module):
         require_mask(type(self).__name__, mask, x)
         return hide(x, mask)
 
-    def _leave(self, x: Tensor, z: Tensor, logdet: Tensor) -> tuple[Tensor, Tensor]:
-        """The result of a direction, refused where it would be broadcast over the batch."""
+    def _leave(self, x: Tensor, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The result of a direction, refused where it is no pair or would be broadcast over the batch."""
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise ValueError(f"{type(self).__name__} must return a pair (result, log-determinant), got "
+                             f"{an(type(found).__name__)}")
+        z, logdet = found
         if len(z) != len(x) or (isinstance(logdet, Tensor) and logdet.dim() > 0 and logdet.shape != x.shape[:1]):
             raise ValueError(
                 f"{type(self).__name__} returned {tuple(z.shape)} and a log-determinant {tuple(logdet.shape)} for "

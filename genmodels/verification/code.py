@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from genmodels.core.errors import an
-from genmodels.flows.bijection import Bijection
+from genmodels.flows.bijection import Around, Bijection
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
-from genmodels.verification.subject import Subject, perturb, rows_of, waits
+from genmodels.verification.subject import Subject, perturb, rows_of, shown_event, waits
 
 CHECKS = CheckSet()
 
+_AUTOCAST = 1e-4  # relative error of a round trip under autocast
+_OWN_MATHS = ("compute the map itself without autocast, `with genmodels.flows.bijection.full_precision(x):`, and cast "
+              "what a network gives to the dtype of x")
 _EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 50.0, -50.0)
 
 
@@ -56,20 +60,34 @@ def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return cond.to(dtype) if cond is not None and cond.is_floating_point() else cond
 
 
-@CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
+@CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the map itself stays float32, finite and invertible")
 @torch.no_grad()
 def autocast(s: Subject) -> Measured:
-    """A float32 copy under `torch.autocast(bfloat16)`, which may affect networks but not the bijection itself."""
-    layer, wrong = s.copy(torch.float32), []
+    """A float32 copy under `torch.autocast(bfloat16)`, which may affect networks but not the bijection itself.
+
+    A single layer whose inverse costs the same must also return what came in. In a composition, a network gives
+    something else for an input that is rounded otherwise.
+    """
+    layer, wrong, cond = s.copy(torch.float32), [], _cast(s.cond, torch.float32)
+    maps = [part for part in s.layer.modules() if isinstance(part, Bijection) and not isinstance(part, Around)]
+    single = len(maps) == 1 and maps[0].inverse_cost == "same"
     for name, inverse, value in s.directions():
-        with torch.autocast(value.device.type, torch.bfloat16):
-            result, logdet = s.raw(value.float(), inverse, cond=_cast(s.cond, torch.float32), layer=layer)
-        for what, found in ((name, result), (f"{name}'s log-det", torch.as_tensor(logdet))):
-            if found.dtype != torch.float32:
-                wrong.append(f"{what} is {found.dtype}: cast what the network gives to the dtype of x")
-            elif not bool(torch.isfinite(found).all()):
-                wrong.append(f"{what} is not finite")
-    return Measured(float(len(wrong)), "; ".join(wrong))
+        errors = []
+        for enabled in (True, False) if single else (True,):
+            with torch.autocast(value.device.type, torch.bfloat16, enabled=enabled):
+                result, logdet = s.raw(value.float(), inverse, cond=cond, layer=layer)
+                back = s.raw(result, not inverse, cond=cond, layer=layer)[0] if single else value
+            # The row with the least: in one of them, rounding may have moved what a network sees.
+            errors.append(min(map(relative, back.double(), value.float().double())) if single else 0.0)
+            found = ((name, result), (f"{name}'s log-det", torch.as_tensor(logdet))) if enabled else ()
+            wrong += [f"{what} is {v.dtype}" for what, v in found if v.dtype != torch.float32]
+            wrong += [f"{what} is not finite" for what, v in found
+                      if v.dtype == torch.float32 and not bool(torch.isfinite(v).all())]
+        # Not what float32 loses without autocast too.
+        if single and errors[0] > max(_AUTOCAST, 10 * errors[1]):
+            wrong.append(f"round trip, {name} first: off by {errors[0]:.0e}")
+    advice = f": {_OWN_MATHS}" if any("finite" not in text for text in wrong) else ""
+    return Measured(float(len(wrong)), f"{'; '.join(wrong)}{advice}")
 
 
 @CHECKS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
@@ -91,9 +109,33 @@ def nothing_modified(s: Subject) -> Measured:
     return Measured(float(len(changed)), "; ".join(dict.fromkeys(changed)))
 
 
+@CHECKS.add("training mode", 1e-10, "training mode gives the results of evaluation, without the dropout of networks")
+@torch.no_grad()
+def training_mode(s: Subject) -> Measured:
+    """A copy in training mode against evaluation, each with the same random numbers.
+
+    Networks of the package stay in evaluation mode, as does every dropout module: what a coupling's network drops
+    changes its map but breaks no bijection.
+    """
+    layer = s.copy().train()
+    for part in layer.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) or type(part).__module__.startswith("genmodels.nn."):
+            part.eval()
+    errors = {}
+    for name, inverse, value in s.directions():
+        results = []
+        for mode in (layer, s.copy()):
+            with torch.random.fork_rng([s.x.device] if s.x.is_cuda else []):
+                torch.manual_seed(s.seed)
+                results.append(s.run(value, inverse, layer=mode))
+        for what, trained, usual in zip((name, f"{name}'s log-det"), *results, strict=True):
+            errors[what] = relative(trained, usual)
+    return worst(errors)
+
+
 @CHECKS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
 def extreme_inputs(s: Subject) -> Measured:
-    """0, 1e-30, 1, 50, their negatives and all knots, clipped to the domain, in float32 and float64."""
+    """0, 1e-30, 1, 50, their negatives and all knots, clipped to inside the domain, in float32 and float64."""
     bad = []
     for dtype in (torch.float32, torch.float64):
         # The knots are those at the start of training; later only their ends are the same.
@@ -108,7 +150,7 @@ def extreme_inputs(s: Subject) -> Measured:
                 names = ["its input", *(n for n, p in layer.named_parameters() if p.requires_grad)]
                 where = f"{name}, {str(dtype)[6:]}{'' if moved else ', as given'}"
                 rows = torch.isfinite(result).flatten(1).all(1) & torch.isfinite(logdet)
-                bad += [] if bool(rows.all()) else [f"{where}: not finite at {_shown(values[~rows][0])}"]
+                bad += [] if bool(rows.all()) else [f"{where}: not finite at {shown_event(values[~rows][0])}"]
                 bad += [f"{where}: gradient of {n}" for n, g in zip(names, gradients, strict=True)
                         if g is not None and not bool(torch.isfinite(g).all())]
     return Measured(float(len(bad)), "; ".join(bad[:2]))
@@ -117,14 +159,13 @@ def extreme_inputs(s: Subject) -> Measured:
 def _extreme(s: Subject, like: Tensor, inverse: bool) -> Tensor:
     """Events full of one special value, and random events with that value in every other position."""
     low, high = s.z_range if inverse else s.x_range
+    # Finite ends are open, as those of a logit are.
+    margins = [min(1e-6 * (1 + abs(v)), 1e-3 * (high - low)) if math.isfinite(v) else 0.0 for v in (low, high)]
+    low, high = low + margins[0], high - margins[1]
     points = dict.fromkeys(min(max(v, low), high) for v in (*_EXTREMES, *s.knots))
     full = [torch.full_like(like[:1], v) for v in points]
     other = torch.arange(like[0].numel(), device=like.device).reshape(like.shape[1:]) % 2 == 0
     return torch.cat([*full, *(torch.where(other, value, like[:1]) for value in full)])
-
-
-def _shown(event: Tensor) -> str:
-    return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
 
 
 @CHECKS.add("dead parameters", 0.0, "every trainable parameter has an influence, and finite gradients")

@@ -239,7 +239,8 @@ def plans_of(part: Seen, core: nn.Module, options: Options) -> Iterator[Plan]:
 
     def checks(name: str, layer: Bijection, x: Tensor, z: Tensor, cond: Tensor | None, **more) -> dict:
         return {
-            "z": near(z, layer, options.seed), "cond": cond, "fresh": lambda: copy.deepcopy(core.get_submodule(name)),
+            "z": near(z, layer, options.seed), "cond": cond if layer.uses_cond else None,
+            "fresh": lambda: copy.deepcopy(core.get_submodule(name)),
             "randomise": False, "max_dims": options.max_dims, "patience": options.patience, "seed": options.seed,
             "name": f"{name} {type(layer).__name__} {show_shape(x.shape[1:])}", **more,
         }  # fmt: skip

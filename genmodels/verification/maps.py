@@ -18,7 +18,7 @@ from genmodels.flows.replay import examine
 from genmodels.models.base import GenerativeModel
 from genmodels.models.density import over_the_plane
 from genmodels.verification.check import NO_TIME, CheckSet, Measured, NotApplicable, NotVerified, largest
-from genmodels.verification.subject import Subject, crop, draw, initialize, waits
+from genmodels.verification.subject import Subject, crop, draw, error_far_out, initialize, shown_event, waits
 
 CHECKS = CheckSet()
 
@@ -53,11 +53,19 @@ def weighted(s: Subject, result: Tensor, logdet: Tensor, name: str = "weights") 
 @CHECKS.add("round trip", 1e-10, "inverse(forward(x)) = x and forward(inverse(z)) = z")
 @torch.no_grad()
 def round_trip(s: Subject) -> Measured:
-    """A round trip from both sides, relative to the largest value."""
+    """A round trip from both sides, relative to the largest value; some inputs lie far out."""
     errors = {}
     for name, inverse, value in s.directions():
         there, _ = s.run(value, inverse)
+        finite = torch.isfinite(there).reshape(len(there), -1).all(1)
+        if not bool(finite.all()):
+            end = "z_range" if inverse else "x_range"
+            return Measured(math.inf, f"{name} is not finite at {shown_event(value[~finite][0])}: if it takes part of "
+                            f"the line only, give {end}, or the layer an attribute {end} = (low, high)")
         errors[f"{name} first"] = relative(s.run(there, not inverse)[0], value)
+        far = s.far[inverse]
+        if far is not None and math.isfinite(errors[f"{name} first"]):
+            errors[f"{name} first, far out"] = error_far_out(s, far, inverse)
     return worst(errors)
 
 
@@ -131,6 +139,8 @@ MASK_CHECKS = CheckSet()
 def masked_content(s: Subject) -> Measured:
     """Other numbers and NaN in the padding, both ways, and the gradient with respect to it."""
     mask = s.mask()
+    if misfit := s.misfit():
+        return Measured(math.inf, misfit)
     errors: dict[str, float] = {}
     for name, inverse, own in (("forward", False, mask), ("inverse", True, s.out_mask(mask))):
         after = mask if inverse else s.out_mask(mask)
@@ -171,6 +181,8 @@ def masked_log_det(s: Subject) -> Measured:
 def _pairs(s: Subject):
     """Direction, length, and the results of each padded row (valid values alone) and of the same row cropped."""
     mask, lengths = s.mask(), s.lengths()
+    if s.misfit():
+        raise NotApplicable("its masks do not fit: see masked content")
     out = s.out_mask(mask)
     for name, inverse, value, own, after in (("forward", False, s.x, mask, out), ("inverse", True, s.z, out, mask)):
         result, logdet = s.run(value, inverse, mask=own)

@@ -7,12 +7,14 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import an, with_class
 from genmodels.flows.bijection import Freeze, Inverse, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.multiscale import MultiScale
@@ -22,6 +24,7 @@ from genmodels.verification.check import NotApplicable
 Range = tuple[float, float]
 EVERYWHERE: Range = (-math.inf, math.inf)
 _INITIAL_ROWS = 64
+_FAR, FAR_VALUES = 10.0, 48  # how far out some inputs lie, and at least how many of their numbers
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Subject:
         blank: a copy as given, to load into.
         x, z: (B, *event) float64 inputs of the two directions, which need not correspond.
         cond: the condition of the B rows, None for a layer without.
+        far: more inputs of the two directions, far from zero; None for inputs that were given or are bounded.
     """
 
     layer: nn.Module
@@ -40,6 +44,7 @@ class Subject:
     x: Tensor
     z: Tensor
     cond: Tensor | None = None
+    far: tuple[Tensor | None, Tensor | None] = (None, None)
     x_range: Range = EVERYWHERE
     z_range: Range = EVERYWHERE
     masks: bool = True
@@ -155,6 +160,21 @@ class Subject:
         """The mask of z."""
         return getattr(self.layer, "out_mask", lambda mask: mask)(mask)
 
+    def misfit(self) -> str:
+        """What is wrong with the shapes of the masks that the layer makes; empty if nothing is."""
+        out = self.out_mask(self.mask())
+        back = getattr(self.layer, "in_mask", lambda mask: mask)(out)
+        for name, mask, value in (("out_mask", out, self.z), ("in_mask", back, self.x)):
+            if mask.shape[1:] not in ((1, value.shape[-1]), value.shape[1:]):
+                return (f"{name} gives a mask {tuple(mask.shape)} for {tuple(value.shape)}: a layer that changes the "
+                        "length of sequences defines out_mask and in_mask")
+        return ""
+
+
+def shown_event(event: Tensor) -> str:
+    """The first numbers of an event, in messages."""
+    return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
+
 
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
     """The conditions of `count` rows, those of the batch repeated."""
@@ -202,7 +222,7 @@ def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) 
 
 
 def ranges(layer: nn.Module) -> tuple[Range, Range]:
-    """The domains of a bijection's forward and inverse: everywhere, except with a logit at that end.
+    """The domains of a bijection's forward and inverse: everywhere, but for a logit at that end or its own attributes.
 
     Example:
         >>> ranges(Inverse(Logit(0.05)))
@@ -215,7 +235,9 @@ def ranges(layer: nn.Module) -> tuple[Range, Range]:
     if isinstance(layer, Freeze):
         return ranges(layer.bijection)
     parts = layer.layers if isinstance(layer, Compose) else layer.stages if isinstance(layer, MultiScale) else ()
-    return (ranges(parts[0])[0], ranges(parts[-1])[1]) if len(parts) else (EVERYWHERE, EVERYWHERE)
+    if len(parts):
+        return ranges(parts[0])[0], ranges(parts[-1])[1]
+    return getattr(layer, "x_range", EVERYWHERE), getattr(layer, "z_range", EVERYWHERE)
 
 
 def knots_of(layer: nn.Module) -> list[float]:
@@ -237,6 +259,39 @@ def draw(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> T
     return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
+def draw_far(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> Tensor | None:
+    """Inputs with standard deviation 10, at least three rows and 48 numbers; None on a bounded range.
+
+    Example:
+        >>> draw_far((3,), EVERYWHERE, torch.Generator()).shape, draw_far((3,), (0.0, 1.0), torch.Generator())
+        (torch.Size([16, 3]), None)
+    """
+    low, high = limits
+    if math.isfinite(low) and math.isfinite(high):
+        return None
+    rows = max(3, math.ceil(FAR_VALUES / max(1, math.prod(shape))))
+    normal = _FAR * torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    return low + normal.abs() if math.isfinite(low) else high - normal.abs() if math.isfinite(high) else normal
+
+
+@torch.no_grad()
+def error_far_out(s: Subject, value: Tensor, inverse: bool) -> float:
+    """The error of a round trip, relative to the largest value and to what rounding halfway changes.
+
+    Where a sigmoid saturates, the way back multiplies the rounding, which is no error of the layer. Rows that overflow
+    are left to "extreme inputs".
+    """
+    there = s.run(value, inverse)[0]
+    with torch.enable_grad():
+        there = there.detach().requires_grad_()
+        back = s.run(there, not inverse)[0]
+        slope = torch.autograd.grad(back.sum(), there)[0] if back.requires_grad else torch.zeros_like(there)
+    # At 1e-10, this allows a hundred roundings halfway.
+    scale = 1 + value.flatten(1).abs().amax(1) + 1e-4 * (slope * there).detach().flatten(1).abs().sum(1)
+    errors = (back.detach() - value).flatten(1).abs().amax(1) / scale
+    return float(errors[torch.isfinite(errors)].max()) if bool(torch.isfinite(errors).any()) else 0.0
+
+
 def initialize(layer: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None = None, **options) -> None:
     """The data-dependent initialisation of a layer on a batch."""
     given = {name: value for name, value in (("cond", cond), ("mask", mask)) if value is not None}
@@ -249,6 +304,18 @@ def waits(layer: nn.Module) -> bool:
     return hasattr(layer, "uninitialized") and next(iter(layer.uninitialized()), None) is not None
 
 
+@contextmanager
+def _in_one_line(layer: nn.Module, name: str, value: Tensor) -> Iterator[None]:
+    """Turns whatever a method raises into a ValueError that names it and the shape."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or "out of memory" in str(error):
+            raise
+        raise ValueError(f"{type(layer).__name__}: {name} fails on events of shape {tuple(value.shape[1:])}: "
+                         f"{with_class(error)}") from error
+
+
 def prepare(
     layer: nn.Module, shape: Sequence[int], *, x: Tensor | None, z: Tensor | None, cond: Tensor | None, batch: int,
     randomise: bool, initial: tuple[Tensor, Tensor | None] | None, x_range: Range | None, z_range: Range | None,
@@ -256,19 +323,21 @@ def prepare(
 ) -> Subject:
     """The subject of a layer: copied, converted to float64, perturbed, then initialised as in training."""
     shape = as_shape(shape)
+    own = ranges(layer)
+    x_range, z_range = own[0] if x_range is None else x_range, own[1] if z_range is None else z_range
     for name, given in (("x_range", x_range), ("z_range", z_range)):
-        if given is not None and not given[0] < given[1]:
+        if not given[0] < given[1]:
             raise ValueError(f"{name} must be (low, high) with low < high, got {given}")
     uses_cond = getattr(layer, "uses_cond", cond is not None)
     if uses_cond and cond is None:
         raise ValueError(f"{type(layer).__name__} needs a condition: give cond with a row for each example")
-    cond = cond if uses_cond else None
+    if cond is not None and not uses_cond:
+        raise ValueError(f"{type(layer).__name__} is given a condition, but its uses_cond is false: set it to true, or "
+                         "leave cond out")
     given = next((value for value in (x, z, cond) if value is not None), None)
     batch = batch if given is None else len(given)
     if batch < 2:
         raise ValueError(f"at least two examples are needed to tell whether they are independent, got {batch}")
-    own_x_range, own_z_range = ranges(layer)
-    x_range, z_range = x_range or own_x_range, z_range or own_z_range
     device = next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
 
@@ -276,6 +345,7 @@ def prepare(
     work = copy.deepcopy(layer).double().eval()
     if randomise:
         perturb(work, generator)
+    drawn = (x is None, z is None)
     x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
     if tuple(x.shape[1:]) != shape:
         raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")
@@ -283,10 +353,21 @@ def prepare(
     if waits(work):
         rows = draw((_INITIAL_ROWS, *shape), x_range, generator).to(device)
         data, data_cond = (rows, rows_of(cond, len(rows))) if initial is None else initial
-        initialize(work, data.double(), data_cond)
-    subject = Subject(work, blank, x, x, cond, x_range, z_range, seed=seed, **options)
+        with _in_one_line(layer, "initialize", data):
+            initialize(work, data.double(), data_cond)
+    subject = Subject(work, blank, x, x, cond, x_range=x_range, z_range=z_range, seed=seed, **options)
+    out = getattr(work, "out_shape", lambda shape: shape)(shape)
     if z is None:
-        out = getattr(work, "out_shape", lambda shape: shape)(shape)
         z = draw((batch, *out), z_range, generator).to(device)
     subject.z = z.detach().double()
+    for name, inverse, value in subject.directions():
+        if drawn[1] or not inverse:
+            with _in_one_line(layer, name, value), torch.no_grad():
+                found = subject.raw(value, inverse, layer=subject.copy())
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise ValueError(f"{type(layer).__name__}: {name} must return a pair (result, log-determinant), got "
+                                 f"{an(type(found).__name__)}")
+    generator = subject.generator("far")
+    far = (draw_far(shape, x_range, generator), draw_far(out, z_range, generator))
+    subject.far = tuple(v.to(device) if own and v is not None else None for own, v in zip(drawn, far, strict=True))
     return subject

@@ -191,6 +191,8 @@ WRONG = [
     (["what=genmodels.flows.linear:Flip", "shape=[4]", "options.channels=3"], "takes events of shape"),
     (["what=genmodels.flows.linear:Flip", "shape=[3]", "options.channels=3", "cond=labels"], "cond must be labels:"),
     (["what=genmodels.flows.linear:Flip", "shape=[3]", "options.channels=3", "cond=labels:3"], "leave cond out"),
+    (["what=mylayers:Doubling", "shape=[4]", "options.channels=3", "trust=[mylayers]"],
+     "Doubling: forward fails on events of shape (4,): RuntimeError: The size of tensor a (4) must match"),
     (["what=mylayers:Doubling", "shape=[3]", "options.channels=3", "cond=vector:2", "trust=[mylayers]"],
      "makes one that uses none"),
     (["model=glow", "patience=0"], "patience must be positive"),

@@ -77,6 +77,13 @@ MUTANTS: dict[str, Mutant] = {
     "dead parameter": _mutant(lambda: layers.DeadParameter(3), _IMAGE, "dead parameters"),
     "graph break": _mutant(lambda: layers.GraphBreak(3), _IMAGE, "compiled"),
     "running statistics": _mutant(lambda: layers.RunningMean(3), _IMAGE, "nothing modified"),
+    "clamp at 8": _mutant(lambda: layers.ClampedFarOut(3), _IMAGE, "round trip"),
+    "fold at 10": _mutant(lambda: layers.FoldedFarOut(3), _IMAGE, "round trip"),
+    "log-det wrong beyond 6": _mutant(lambda: layers.WrongFarOut(3), _IMAGE, *_BOTH),
+    "log-det doubled in training": _mutant(lambda: layers.TwiceInTraining(3), _IMAGE, "training mode"),
+    "noise in training": _mutant(lambda: layers.NoisyInTraining(3), _IMAGE, "training mode"),
+    "batch mean in training": _mutant(lambda: layers.CentredInTraining(3), _IMAGE, "training mode"),
+    "nothing (dropout in the network)": _mutant(couplings.Dropped, _VECTOR),
     "batch statistics": _mutant(couplings.BatchStatistics, _VECTOR, "rows independent"),
     "condition dropped in the inverse": _mutant(
         lambda: couplings.ConditionDropped(cond=2), _VECTOR, "round trip", "log-dets cancel", "condition", cond=2
@@ -93,8 +100,10 @@ MUTANTS: dict[str, Mutant] = {
     "kept part rounded": _mutant(couplings.PerhapsChanged, _VECTOR, "kept part"),
     "log-det said to be constant": _mutant(couplings.FalseConstant, _VECTOR, "constant log-det"),
     "padding seen": _mutant(couplings.PaddingSeen, _SEQUENCE, "masked content", "padding"),
+    "length halved without masks": _mutant(couplings.MasksForgotten, _SEQUENCE, "masked content"),
     "mean over all frames": _mutant(couplings.MeanOfAllFrames, _SEQUENCE, "padding"),
     "log-det in bfloat16": _mutant(lambda: layers.HalfPrecisionVolume(3), _IMAGE, "bf16 autocast"),
+    "map in bfloat16": _mutant(lambda: layers.HalfPrecisionMap(4), _VECTOR, "bf16 autocast"),
     "order reversed": _mutant(couplings.Forwards, _VECTOR, "triangular Jacobian"),
     "layer skipped": _mutant(
         lambda: layers.LayerSkipped([layers.Stretch(3) for _ in range(3)], _IMAGE), _IMAGE, "sum of layers"

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from genmodels.flows.bijection import Bijection, full_precision, per_example
 from genmodels.flows.coupling import ChannelSplit
+from genmodels.flows.squeeze import Squeeze1d
 
 
 class Couple(Bijection):
@@ -34,6 +35,14 @@ class Couple(Bijection):
         kept, changed = z.split(self.half, dim=1)
         h, t = self.parameters_of(kept, cond)
         return torch.cat([kept, (changed - t) * (-h).exp()], dim=1), -per_example(h)
+
+
+class Dropped(Couple):
+    """A sound coupling whose network drops what it sees in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(self.inner, nn.Dropout(0.5))
 
 
 class ForgottenGradient(Couple):
@@ -161,6 +170,15 @@ class PaddingSeen(Neighbours):
 
     def _enter(self, x, fitting, cond, mask):
         return super()._enter(x, fitting, cond, None)
+
+
+class MasksForgotten(Squeeze1d):
+    """Makes two frames one, but not of the mask."""
+
+    def out_mask(self, mask):
+        return mask
+
+    in_mask = out_mask
 
 
 class MeanOfAllFrames(Neighbours):

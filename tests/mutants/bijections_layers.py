@@ -117,6 +117,13 @@ class HalfPrecisionVolume(Stretch):
         return ones @ self.log_scale
 
 
+class HalfPrecisionMap(Stretch):
+    """The scale is a product that autocast takes to bfloat16, and the shift brings back float32."""
+
+    def _forward(self, x, cond, mask):
+        return x @ self.log_scale.exp().diag() + self.shift, self.volume(x, mask)
+
+
 class ShiftFirst(Stretch):
     """The shift is added before the scaling on the way there, and taken off before the scaling on the way back."""
 
@@ -211,6 +218,53 @@ class RunningMean(Stretch):
             with torch.no_grad():
                 self.mean.lerp_(x.transpose(0, 1).flatten(1).mean(1), 0.1)
         return super()._forward(x, cond, mask)
+
+
+class ClampedFarOut(Stretch):
+    """Whatever lies beyond 8 is moved there."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x.clamp(-8, 8), cond, mask)
+
+
+class FoldedFarOut(Stretch):
+    """What lies beyond 10 comes back."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(torch.where(x > 10, 20 - x, x), cond, mask)
+
+
+class WrongFarOut(Stretch):
+    """The log-determinant is that of another map beyond 6, in both directions alike."""
+
+    def _forward(self, x, cond, mask):
+        z, logdet = super()._forward(x, cond, mask)
+        return z, logdet + (x.abs() - 6).clamp(min=0).flatten(1).sum(1)
+
+    def _inverse(self, z, cond, mask):
+        x, logdet = super()._inverse(z, cond, mask)
+        return x, logdet - (x.abs() - 6).clamp(min=0).flatten(1).sum(1)
+
+
+class TwiceInTraining(Stretch):
+    """The log-determinant is doubled in training mode."""
+
+    def volume(self, x, mask):
+        return (2 if self.training else 1) * super().volume(x, mask)
+
+
+class NoisyInTraining(Stretch):
+    """Noise is added to what comes in, in training mode."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x + 0.1 * torch.randn_like(x) if self.training else x, cond, mask)
+
+
+class CentredInTraining(Stretch):
+    """The mean of the batch is taken off in training mode."""
+
+    def _forward(self, x, cond, mask):
+        return super()._forward(x - x.mean(0) if self.training else x, cond, mask)
 
 
 class LayerSkipped(Compose):

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import logsigmoid
 
-from genmodels.flows.bijection import Bijection, Freeze, Inverse, Step
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, Step, full_precision
 from genmodels.flows.composition import Compose
 from genmodels.flows.linear import Flip
 from genmodels.flows.multiscale import glow
@@ -18,10 +19,10 @@ from genmodels.verification import bijections as jacobian_checks
 from genmodels.verification import maps as map_checks
 from genmodels.verification.bijections import CHECKS, check_bijection
 from genmodels.verification.check import NOT_APPLICABLE, CheckFailed
-from genmodels.verification.subject import draw, perturb, prepare, ranges
+from genmodels.verification.subject import draw, draw_far, perturb, prepare, ranges
 from tests.mutants.bijections import MUTANTS
 from tests.mutants.bijections_couplings import Bend, Couple
-from tests.mutants.bijections_layers import FlippedSigns, Offset, PlainFlag, Stretch
+from tests.mutants.bijections_layers import ClampedFarOut, FlippedSigns, Offset, PlainFlag, Stretch
 
 NO_COMPILER = {"compiler": None}
 
@@ -115,7 +116,8 @@ class Turned(Bijection):
         self.shift = nn.Parameter(torch.zeros(3))
 
     def _forward(self, x, cond, mask):
-        return x @ self.turn.to(x.dtype).T + self.shift, x.new_zeros(len(x))
+        with full_precision(x):
+            return x @ self.turn.to(x.dtype).T + self.shift, x.new_zeros(len(x))
 
     def _inverse(self, z, cond, mask):
         return torch.linalg.solve(self.turn.to(z.dtype), (z - self.shift).T).T, z.new_zeros(len(z))
@@ -131,8 +133,27 @@ class Exponential(Bijection):
         return z.log(), -z.log().sum(1)
 
 
+class Squash(Bijection):
+    """The sigmoid, from the line to (0, 1)."""
+
+    def _forward(self, x, cond, mask):
+        return x.sigmoid(), (logsigmoid(x) + logsigmoid(-x)).sum(1)
+
+    def _inverse(self, z, cond, mask):
+        return z.logit(), -(z.log() + (-z).log1p()).sum(1)
+
+
+class SquashAlone(Squash):
+    """The same, with its own domain."""
+
+    z_range = (0.0, 1.0)
+
+
 @pytest.mark.parametrize("make, options", [
     (Turned, {}),
+    (Squash, {"z_range": (0.0, 1.0)}),
+    (SquashAlone, {}),
+    (lambda: Inverse(SquashAlone()), {}),
     (Exponential, {"z_range": (1e-6, math.inf), "x_range": (-10.0, 10.0)}),
     (lambda: Inverse(Exponential()), {"x_range": (1e-6, math.inf), "z_range": (-10.0, 10.0)}),
 ])
@@ -246,8 +267,8 @@ def test_own_inputs_and_conditions_are_used():
     assert report["round trip"].tolerance == 1e-300
     same = check_bijection(Couple(cond=1), (4,), x=x, cond=torch.ones(2, 1), only=["condition"])
     assert same["condition"].status == NOT_APPLICABLE and "same condition" in same["condition"].note
-    unused = check_bijection(Couple(), (4,), cond=torch.ones(2, 1), only=["condition", "round trip"])
-    assert unused.passed and unused["condition"].note == "takes no condition"
+    with pytest.raises(ValueError, match="Couple is given a condition, but its uses_cond is false"):
+        check_bijection(Couple(), (4,), cond=torch.ones(2, 1), only=["condition", "round trip"])
 
 
 def test_checks_may_be_chosen_by_an_iterator():
@@ -286,8 +307,47 @@ def test_what_cannot_be_checked_is_an_error():
 
 
 def test_a_layer_that_raises_fails_the_check_it_raises_in():
-    report = check_bijection(Stretch(3), (4, 2), only=["round trip", "condition"])
-    assert report.failed == ["round trip"] and "raised RuntimeError" in report["round trip"].note
+    class Raising(Stretch):
+        def _forward(self, x, cond, mask):
+            if self.training:
+                raise RuntimeError("no training")
+            return super()._forward(x, cond, mask)
+
+    report = check_bijection(Raising(3), (3, 2), only=["round trip", "training mode"])
+    assert report.failed == ["training mode"] and "raised RuntimeError" in report["training mode"].note
+
+
+def test_what_no_check_can_run_on_is_one_error():
+    with pytest.raises(ValueError, match=r"Stretch: forward fails on events of shape \(4, 2\): RuntimeError: The size"):
+        check_bijection(Stretch(3), (4, 2))
+
+    class Alone(Plain):
+        def forward(self, x):
+            return super().forward(x)[0]
+
+    class Half(Stretch):
+        def _inverse(self, z, cond, mask):
+            return super()._inverse(z, cond, mask)[0]
+
+    with pytest.raises(ValueError, match=r"Alone: forward must return a pair \(result, .*\), got a Tensor"):
+        check_bijection(Alone(), (4,))
+    with pytest.raises(ValueError, match=r"Half: inverse .* Half must return a pair \(result, .*\), got a Tensor"):
+        check_bijection(Half(3), (3,))
+
+
+def test_a_domain_that_nobody_named():
+    report = check_bijection(Squash(), (3,), **NO_COMPILER)
+    assert "inverse is not finite at -" in report["round trip"].note and "give z_range" in report["round trip"].note
+    assert "full_precision" not in report["bf16 autocast"].note
+
+
+def test_far_out_is_what_was_drawn_alone():
+    """Inputs that were given stand for the domain; far from them a trained flow may be badly conditioned."""
+    x = torch.randn(3, 3)
+    options = {"only": ["round trip", "log-det forward"], "x": x, "z": x, "randomise": False}
+    assert check_bijection(ClampedFarOut(3), (3,), **options).passed
+    assert draw_far((2, 100), (-math.inf, math.inf), torch.Generator()).shape == (3, 2, 100)
+    assert float(draw_far((3,), (2.0, math.inf), torch.Generator().manual_seed(0)).min()) > 2
 
 
 def test_watching():
