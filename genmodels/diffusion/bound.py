@@ -146,8 +146,8 @@ class ElboTerms:
 
     Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
     or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, the standard error of the sum
-    over the replicates. It is None when all terms were computed, or strata hold fewer than four times as many terms as
-    there are further replicates: those that draw the same term share its noise, and too few are independent.
+    over the replicates. It is None when all terms were computed, or strata hold fewer than four on average: most
+    replicates then draw the same terms, and share their noise.
     """
 
     prior: Tensor
@@ -236,7 +236,7 @@ def elbo(
     # Column 0 is the reconstruction, column k the k-th KL term, and with an error the last ones are the reconstruction
     # in the further rounds; `wanted` marks the terms that some round needs.
     further, each = chosen.shape[1] - 1, num_terms / chosen.shape[2]
-    spread, end = 0 < 4 * further <= each, num_terms + 1
+    spread, end = further > 0 and each >= 4, num_terms + 1
     wanted = torch.zeros(len(x0), end + further * spread, dtype=torch.bool)
     wanted.scatter_(1, chosen.flatten(1) + 1, True)
     wanted[:, [0, *range(end, wanted.shape[1])]] = True

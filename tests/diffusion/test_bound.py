@@ -291,7 +291,7 @@ def test_one_draw_for_each_term_is_all_of_them():
 
 
 @pytest.mark.parametrize("draws, replicates, known", [
-    (2, 2, True), (10, 2, True), (11, 2, False), (20, 2, False), (2, 6, True), (2, 7, False),
+    (2, 2, True), (2, 6, True), (10, 2, True), (10, 8, True), (11, 2, False), (20, 2, False),
 ])  # fmt: skip
 def test_the_error_of_the_draws_is_that_between_seeds_or_unknown(draws, replicates, known):
     """Replicates that draw the same term share its noise: of 20 strata of two terms half of them do."""
@@ -304,7 +304,7 @@ def test_the_error_of_the_draws_is_that_between_seeds_or_unknown(draws, replicat
     if known:
         between = torch.stack([one.total for one in found]).var(0).mean().sqrt()
         claimed = torch.stack([one.stderr for one in found]).square().mean().sqrt()
-        assert 0.85 < float(claimed / between) < 1.3
+        assert 0.85 < float(claimed / between) < (1.3 if draws * replicates < 40 else 1.9)  # at most, where most share
 
 
 def test_path_form_has_the_mean_of_the_kl_form():

@@ -733,7 +733,8 @@ def test_guidance_is_of_the_samples_alone(tmp_path):
         found.append(np.load(tmp_path / f"{name}.npz"))
     plain, guided = found
     assert np.array_equal(plain["nats_0"], guided["nats_0"])
-    expected = model.eval().sample(64, steps=3, guidance=4.0, weights="raw").x
+    classes = guided["samples_cond"].tolist()
+    expected = model.eval().sample(64, classes, steps=3, guidance=4.0, weights="raw").x
     assert np.abs(guided["samples_x"].astype(int) - expected.numpy().astype(int)).max() <= 1
     assert np.abs(plain["samples_x"].astype(int) - guided["samples_x"].astype(int)).max() > 3
 

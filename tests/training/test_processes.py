@@ -49,7 +49,8 @@ def test_sigterm_is_one_line_and_the_handler_of_before_comes_back(capsys):
 
 
 def test_a_signal_during_the_first_step_is_obeyed_at_once_and_later_ones_after_the_step(tmp_path):
-    model, trainer = SimpleNamespace(batches_seen=7), SimpleNamespace(global_step=7, is_global_zero=True)
+    model, alone = SimpleNamespace(batches_seen=7), SimpleNamespace(broadcast=lambda value: value)
+    trainer = SimpleNamespace(global_step=7, is_global_zero=True, strategy=alone)
     callback = Checkpointing(tmp_path, CheckpointOptions())
     callback.on_train_start(trainer, model)
     try:
@@ -70,6 +71,7 @@ def test_a_signal_during_a_save_is_no_failure_of_the_save(tmp_path):
         terminate()
 
     trainer = SimpleNamespace(global_step=0, max_steps=9, should_stop=False, is_global_zero=True, loggers=[],
+                              strategy=SimpleNamespace(broadcast=lambda value: value),
                               save_checkpoint=save, lightning_module=SimpleNamespace())
     with pytest.raises(Interrupted, match="SIGTERM"), stoppable():
         Checkpointing(tmp_path, CheckpointOptions()).on_train_start(trainer, trainer.lightning_module)
