@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from genmodels import __version__
@@ -343,18 +342,18 @@ class EvaluationState:
             config=header["config"],
             data=DataFacts(
                 name=spec.name, split=request.split, items=opened.items, limited=opened.limited,
-                item_hash=self.hash_of(request.split, opened.items), event_shape=list(spec.event_shape),
+                item_hash=self.hash_of(request.split, torch.arange(opened.items)), event_shape=list(spec.event_shape),
                 levels=spec.levels, units="levels" if spec.levels else "the data's own", mel=spec.mel,
                 num_classes=spec.num_classes, class_names=list(spec.class_names), encoding=spec.encoding,
             ),
         )
 
-    def hash_of(self, split: str, count: int | None = None, datamodule: DataModule | None = None) -> str:
-        """The hash of the first `count` items of a split, all by default; of another data set if one is given."""
+    def hash_of(self, split: str, rows: Tensor | None = None, datamodule: DataModule | None = None) -> str:
+        """The hash of these items of a split, all by default; of another data set if one is given."""
         datamodule = datamodule or self.opened.datamodule
-        key = ("hash", id(datamodule), split, count)
+        key = ("hash", id(datamodule), split, None if rows is None else tuple(rows.tolist()))
         if key not in self.shared:
-            self.shared[key] = item_hash(datamodule, split, count)
+            self.shared[key] = item_hash(datamodule, split, rows)
         return self.shared[key]
 
     def key(self, stage: str, settings: dict) -> str:
@@ -416,15 +415,16 @@ def classes_in_turn(labels: Tensor) -> Tensor:
         >>> classes_in_turn(torch.tensor([1, 1, 1, 0, 2, 0]))
         tensor([0, 1, 2, 0, 1, 1])
     """
-    before = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0]
-    return labels[torch.argsort(before * (labels.max() + 1) + labels)]
+    order = labels.argsort(stable=True)
+    counts = labels.bincount()
+    before = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]  # others of its class
+    return labels[order][before.argsort(stable=True)]
 
 
-def item_hash(datamodule: DataModule, split: str, limit: int | None = None) -> str:
-    """A hash of the indices, values and labels of the first `limit` items of a split."""
-    indices = None if limit is None else torch.arange(min(limit, len(datamodule.split(split))))
+def item_hash(datamodule: DataModule, split: str, rows: Tensor | None = None) -> str:
+    """A hash of the indices, values and labels of these items of a split, all by default."""
     digest = hashlib.sha256()
-    for batch in datamodule.loader(split, 1024, indices):
+    for batch in datamodule.loader(split, 1024, rows):
         cond = batch.cond
         parts = (cond.tokens, cond.speaker) if isinstance(cond, TextCondition) else (cond,)
         for tensor in (batch.index, batch.x, *parts):

@@ -62,9 +62,10 @@ def auroc(
     both, a, b = (torch.from_numpy(rankdata(values.double().numpy()))
                   for values in (torch.cat([inside, outside]), inside, outside))
     below, above = (both[:n] - a) / m, 1 - (both[n:] - b) / n
+    least = min(0.5, 1.5 / min(n, m)) if min(n, m) == 1 or float(below.var() + above.var()) == 0 else 0.0
     parts = [below + further + above] if paired else [below + further, above]
     variance = 0.0 if min(n, m) == 1 else sum(float(part.var()) / len(part) for part in parts)
-    return float(below.mean()), math.sqrt(variance) if variance else min(0.5, 1.5 / min(n, m))
+    return float(below.mean()), max(least, math.sqrt(variance))
 
 
 def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
@@ -274,7 +275,7 @@ class OtherDataStage:
             total, count = len(other.split(split)), self.state.opened.items
             # Those made from the evaluated items, or a sample, since a folder may be in the order of its classes.
             rows = torch.arange(count) if name in ALTERATIONS else chosen(total, count, "ood")
-            settings = {"name": name, "items": self.state.hash_of(split, datamodule=other), **line.settings}
+            settings = {"name": name, "items": self.state.hash_of(split, rows, other), **line.settings}
             found = unpacked(self.state.once_by_all(
                 "ood", settings, partial(in_one, rows), other_parts, line, name, rows))
             self.state.report.ood.append(self._entry(name, number, found, other))

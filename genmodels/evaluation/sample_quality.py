@@ -368,7 +368,8 @@ class FidelityStage:
     def _drawn(self, n: int, measured: str = "", **options) -> dict:
         """The samples that are evaluated and shown: the same seed, numbers and classes for every model."""
         settings = {**self.state.sampling_settings(), **options, "n": n, "measured": measured}
-        if self.state.opened.model.num_classes is not None:
+        unguided = self.state.opened.sampler_options().get("guidance") == 0  # samples without a class
+        if self.state.opened.model.num_classes is not None and not unguided:
             rows = chosen(self.state.opened.items, n, "real")  # other frequencies would count as a distance
             options["cond"] = classes_in_turn(self.state.opened.datamodule.items(self.state.request.split, rows).cond)
         if measured:

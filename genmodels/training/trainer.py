@@ -290,16 +290,18 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
 def steepest(rates: np.ndarray, losses: np.ndarray) -> float | None:
     """The rate at which the loss falls fastest per factor of the rate, before it is lowest; None if it does not fall.
 
-    Both come from lines fitted to 21 neighbouring steps. Losses above the first ones count as these, so that one that
-    explodes does not reach far. Lightning's own suggestion is not used: it divides by the distance of two rates, so
-    that the noise of the smallest ones decides.
+    Both come from lines fitted to 21 neighbouring steps. Losses above the first ones count as these, as does all that
+    follows an explosion. Lightning's own suggestion is not used: it divides by the distance of two rates, so that the
+    noise of the smallest ones decides.
 
     Example:
         >>> rates = np.logspace(-6, 0, 100)
         >>> print(f"{steepest(rates, -np.tanh(np.log10(rates) + 3)):.1g}")
         0.001
     """
-    losses = np.minimum(losses, losses[:10].max())
+    first = losses[:10].max()
+    exploded = np.maximum.accumulate(losses) > first + 1e6 * (1 + abs(first))  # after which running means lack digits
+    losses = np.where(exploded, first, np.minimum(losses, first))
     level, slope = (savgol_filter(losses, 21, 1, deriv=order) for order in (0, 1))
     lowest = level.argmin()
     return float(rates[slope[: lowest + 1].argmin()]) if lowest >= 10 else None

@@ -725,13 +725,14 @@ def test_guidance_is_of_the_samples_alone(tmp_path):
     scattered(model.core.net, seed=0)
     save(model, tmp_path / "best.ckpt", {"_target_": "genmodels.data.vision.Digits"})
     found = []
-    for name, words in (("plain", []), ("guided", ["guidance=4"])):
+    for name, words in (("plain", []), ("guided", ["guidance=4"]), ("without", ["guidance=0"])):
         out, _ = evaluate(
             f"ckpt={tmp_path}/best.ckpt", "draws=2", "limit=70", "samples=64", "steps=3", "features=random-conv",
             "force=true", "stages=[likelihood,fidelity]", f"out={tmp_path}/{name}.json", *words, cwd=tmp_path)
         assert ("samples drawn with guidance 4; the likelihood is without it" in out) == (name == "guided")
         found.append(np.load(tmp_path / f"{name}.npz"))
-    plain, guided = found
+    plain, guided, without = found
+    assert not np.array_equal(plain["samples_x"], without["samples_x"])
     assert np.array_equal(plain["nats_0"], guided["nats_0"])
     classes = guided["samples_cond"].tolist()
     expected = model.eval().sample(64, classes, steps=3, guidance=4.0, weights="raw").x

@@ -57,6 +57,13 @@ def test_the_error_of_typicality_holds_that_of_the_mean(n, m, mean, spread):
         assert ratio(draw, lambda a, b: auroc(typicality(a), typicality(b, a))) < 0.8
 
 
+def test_all_pairs_in_order_have_the_rule_of_three():
+    inside = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    outside = (inside.mean() + 1.2 * (inside - inside.mean()).abs().max()).expand(10)
+    area, error = auroc_of_typicality(inside, outside)
+    assert area == 1.0 and error >= 0.15
+
+
 @pytest.mark.parametrize("correlation", [-0.6, 0.0, 0.6])
 def test_the_error_of_pairs(correlation):
     def draw():

@@ -432,3 +432,37 @@ def test_a_report_in_words():
 )
 def test_relative_error(found, true, error):
     assert map_checks.relative(torch.tensor(found), torch.tensor(true)) == pytest.approx(error)
+
+
+class Planar(Stretch):
+    """A map without an inverse in closed form."""
+
+    def _inverse(self, z, cond, mask):
+        raise NotImplementedError
+
+
+class DropsInItsNetwork(nn.Module):
+    """A sound coupling of a network with dropout that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.TransformerEncoderLayer(4, 1, 8, dropout=0.5, batch_first=True)
+
+    def shift(self, x):
+        """From the first number."""
+        return self.net(x[:, :1].expand(-1, 4)[:, None])[:, 0, :1]
+
+    def forward(self, x, cond=None, mask=None):
+        return torch.cat([x[:, :1], x[:, 1:] + self.shift(x)], 1), x.new_zeros(len(x))
+
+    def inverse(self, z, cond=None, mask=None):
+        return torch.cat([z[:, :1], z[:, 1:] - self.shift(z)], 1), z.new_zeros(len(z))
+
+
+def test_checks_of_one_direction_need_no_inverse():
+    report = check_bijection(Planar(3), (3,), only=["log-det forward", "round trip"])
+    assert report.failed == ["round trip"]
+
+
+def test_dropout_of_a_network_is_no_fault_in_training_mode():
+    assert check_bijection(DropsInItsNetwork(), (2,), only=["training mode", "round trip"]).failed == []
