@@ -351,7 +351,7 @@ class EvaluationState:
     def hash_of(self, split: str, rows: Tensor | None = None, datamodule: DataModule | None = None) -> str:
         """The hash of these items of a split, all by default; of another data set if one is given."""
         datamodule = datamodule or self.opened.datamodule
-        key = ("hash", id(datamodule), split, None if rows is None else tuple(rows.tolist()))
+        key = ("hash", id(datamodule), split, None if rows is None else rows.numpy().tobytes())
         if key not in self.shared:
             self.shared[key] = item_hash(datamodule, split, rows)
         return self.shared[key]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from genmodels.core.errors import an
 from genmodels.flows.bijection import Around, Bijection
+from genmodels.flows.scaling import Logit
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
 from genmodels.verification.subject import Subject, perturb, rows_of, shown_event, waits
@@ -157,9 +158,9 @@ def extreme_inputs(s: Subject) -> Measured:
 def _extreme(s: Subject, like: Tensor, inverse: bool) -> Tensor:
     """Events full of one special value, and random events with that value in every other position."""
     low, high = s.z_range if inverse else s.x_range
-    # Finite ends are open, as those of a logit are.
-    margins = [min(1e-6 * (1 + abs(v)), 1e-3 * (high - low)) if math.isfinite(v) else 0.0 for v in (low, high)]
-    low, high = low + margins[0], high - margins[1]
+    if not any(isinstance(part, Logit) for part in s.layer.modules()):  # which takes its ends, as data have them
+        margins = [min(1e-6 * (1 + abs(v)), 1e-3 * (high - low)) if math.isfinite(v) else 0.0 for v in (low, high)]
+        low, high = low + margins[0], high - margins[1]
     points = dict.fromkeys(min(max(v, low), high) for v in (*_EXTREMES, *s.knots))
     full = [torch.full_like(like[:1], v) for v in points]
     other = torch.arange(like[0].numel(), device=like.device).reshape(like.shape[1:]) % 2 == 0
