@@ -304,7 +304,8 @@ def test_the_error_of_the_draws_is_that_between_seeds_or_unknown(draws, replicat
     if known:
         between = torch.stack([one.total for one in found]).var(0).mean().sqrt()
         claimed = torch.stack([one.stderr for one in found]).square().mean().sqrt()
-        assert 0.85 < float(claimed / between) < (1.15 if draws * replicates < 40 else 1.45)  # at most, where many share
+        most = 1.45 if draws * replicates > 40 else 1.15  # the allowance is for noise alone, where many share a term
+        assert 0.85 < float(claimed / between) < most
 
 
 def test_path_form_has_the_mean_of_the_kl_form():
