@@ -228,7 +228,7 @@ def normal(shape, generator: Generator, *, dtype=torch.float32, device=None) -> 
     """Standard normal draws of `shape` from either kind of generator."""
     if isinstance(generator, KeyedGenerator):
         return generator.normal(tuple(shape), dtype=dtype, device=device)
-    z = torch.randn(tuple(shape), generator=generator, dtype=dtype, device=generator.device)
+    z = torch.randn(tuple(shape), generator=generator, dtype=dtype, device=_drawing(generator).device)
     return z.to(device) if device is not None else z
 
 
@@ -236,8 +236,14 @@ def uniform(shape, generator: Generator, *, dtype=torch.float32, device=None) ->
     """Uniform draws on [0, 1) of `shape` from either kind of generator."""
     if isinstance(generator, KeyedGenerator):
         return generator.uniform(tuple(shape), dtype=dtype, device=device)
-    u = torch.rand(tuple(shape), generator=generator, dtype=dtype, device=generator.device)
+    u = torch.rand(tuple(shape), generator=generator, dtype=dtype, device=_drawing(generator).device)
     return u.to(device) if device is not None else u
+
+
+def _drawing(generator: torch.Generator) -> torch.Generator:
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or a KeyedGenerator, got {generator!r}")
+    return generator
 
 
 def shared_uniform(count: int, generator: Generator, *, dtype=torch.float64, device=None) -> Tensor:

@@ -102,7 +102,7 @@ class Consistency(Simple):
         c = self.huber * size.sqrt()
         loss = self.factor(r_t.clamp(min=1e-6), r_s) * ((squared + c * c).sqrt() - c)
         per_example = (weight * loss).to(x0.dtype)
-        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size}, u, loss.detach())
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size.clamp(min=1)}, u, loss.detach())
 
     def previous_point(
         self, x: Tensor, log_snr_t: Tensor, log_snr_s: Tensor, cond: Tensor | None, mask: Tensor | None

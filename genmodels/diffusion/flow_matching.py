@@ -77,7 +77,7 @@ class Coupling:
         whole: from the rows of this process to the rows of the global batch, and the slice of its own among them.
         blur: entropic regularisation of `sinkhorn`, in units of the mean squared distance.
 
-    Errors: an unknown name; a blur that is not positive.
+    Errors: an unknown name; a blur that is not positive; a condition other than labels.
     Source: Tong et al., "Improving and generalizing flow-based generative models with minibatch optimal transport",
     2024, section 3.2.
 
@@ -99,6 +99,9 @@ class Coupling:
         """The noise (B, *event) that goes with each x0 (B, *event); cond (B,) are classes, or None."""
         if self.name == "independent":
             return noise
+        if cond is not None and cond.dim() != 1:
+            raise ValueError(f"coupling={self.name} pairs items within classes: cond must be labels (B,), got "
+                             f"{tuple(cond.shape)}; independent takes any condition")
         (x, own), (e, _) = self.whole(x0.flatten(1)), self.whole(noise.flatten(1))
         classes = torch.zeros_like(x[:, 0]) if cond is None else self.whole(cond)[0]
         chosen = torch.zeros(len(x), dtype=torch.long, device=x.device)

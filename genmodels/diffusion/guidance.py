@@ -154,7 +154,7 @@ def static(x0: Tensor, mask: Tensor | None = None) -> Tensor:
 def dynamic(x0: Tensor, mask: Tensor | None = None, *, percentile: float = 0.995) -> Tensor:
     """Clip to [-s, s] and divide by s, where s is a percentile of |x_0| in each example, at least 1.
 
-    With `mask (B, 1, T)` of sequences it is a percentile of the valid frames.
+    With `mask (B, 1, T)` of sequences it is a percentile of the valid frames; where there are none, s is 1.
 
     Source: Saharia et al., "Photorealistic text-to-image diffusion models", 2022, section 2.3.
 
@@ -169,7 +169,7 @@ def dynamic(x0: Tensor, mask: Tensor | None = None, *, percentile: float = 0.995
         s = torch.quantile(x0.flatten(1).abs(), percentile, dim=1)
     else:
         s = torch.nanquantile(x0.masked_fill(~spread(mask, x0), math.nan).flatten(1).abs(), percentile, dim=1)
-    s = s.clamp(min=1).reshape(-1, *[1] * (x0.dim() - 1))
+    s = s.nan_to_num(1.0).clamp(min=1).reshape(-1, *[1] * (x0.dim() - 1))
     return x0.clamp(-s, s) / s
 
 

@@ -332,7 +332,7 @@ class Hybrid(Simple):
         """(B,) L_k in bits/dim at the noisy x, with the estimate of x_0 detached."""
         x0_hat = prediction.x0.detach()
         nats = bound_terms(k, x0, x, x0_hat, prediction.nu, log_snr, self.decoder, "learned", mask)
-        return nats / (math.log(2) * event_size(x0, mask))
+        return nats / (math.log(2) * event_size(x0, mask).clamp(min=1))
 
 
 class Continuous(Objective):
@@ -381,7 +381,7 @@ class Continuous(Objective):
         integrand = (1 - first) * rate_term(denoiser, output, x0, noise, log_snr, rate, mask)
         diffusion = weight * integrand
         if is_learned(schedule) and diffusion.requires_grad:
-            squared = 2 * diffusion.detach() / (math.log(2) * event_size(x0, mask))
+            squared = 2 * diffusion.detach() / (math.log(2) * event_size(x0, mask).clamp(min=1))
             for value in (log_snr, rate):  # d(L^2) = 2 L dL
                 value.register_hook(lambda gradient: gradient * squared)
         parts = {

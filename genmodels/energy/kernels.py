@@ -348,7 +348,7 @@ def predictor_corrector(
     """
     require_decreasing(sigmas)
     x = _start(shape, sigmas[0], generator, start, dtype, device)
-    size = rows(event_size(x, mask), x)
+    size = rows(event_size(x, mask).clamp(min=1), x)
     with torch.no_grad():
         for i, (sigma, smaller) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             keyed = at_step(generator, 1 + i)

@@ -217,7 +217,7 @@ class Coupling(Bijection):
         return x, *self._change(self.transform, self.split.take(x), params, mask)
 
     def _couple(self, change, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        if mask is not None and mask.shape[1] != 1:
+        if mask is not None and (mask.dim() != 3 or mask.shape[1] != 1):
             raise ValueError(f"Coupling takes masks of shape (B, 1, T), got {tuple(mask.shape)}")
         parts = self.split.take(x)
         return self._change(change, parts, self._params(parts[0], x, cond, mask), mask)

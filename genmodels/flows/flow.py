@@ -275,8 +275,6 @@ class Flow(nn.Module):
         """
         require_initialized(self.bijection, "Flow.sample")
         require_count(n)
-        if not isinstance(generator, Generator):
-            raise ValueError(f"generator must be a torch.Generator or a KeyedGenerator, got {generator!r}")
         self._check_values(cond, mask)
         if mask is not None and (mask.dim() != 3 or len(mask) != n):
             raise ValueError(f"mask must have a row for each of {n} samples, ({n}, 1, T), got {tuple(mask.shape)}")
@@ -382,6 +380,8 @@ def class_posterior(
     log_prob: Callable[[Tensor], Tensor], n: int, num_classes: int, log_prior: Tensor | None, device
 ) -> Tensor:
     """softmax_y [log p(x | y) + log p(y)] in float64, (n, num_classes); a uniform prior by default."""
+    if log_prior is not None and log_prior.shape[-1:] != (num_classes,):
+        raise ValueError(f"log_prior must have a value for each of {num_classes} classes, got {tuple(log_prior.shape)}")
     labels = (torch.full((n,), y, device=device) for y in range(num_classes))
     scores = torch.stack([log_prob(label).double() for label in labels], dim=1)
     return torch.softmax(scores if log_prior is None else scores + log_prior.to(scores), dim=1)

@@ -230,7 +230,7 @@ class MetaBlock(Bijection):
         return torch.lerp(of_none, of_class, self.decoding.guidance)
 
     def _params(self, out: Tensor, tokens: Tensor, valid: Tensor | None, continued: bool = False) -> Tensor:
-        """(B, P, N, C) parameters of tokens, each from the previous output; p_0 where no valid position comes before.
+        """(B, P, N, C) parameters of tokens, each from the previous output; p_0 where the position before is not valid.
 
         `out` and `valid` start at the first token, or with `continued` at the position before it.
         """

@@ -200,7 +200,7 @@ class DiffusionModel(GenerativeModel):
         self.objective.observe(out)
         if not self.objective.in_nats:
             return Loss(out.value, out.per_example, out.parts, out.times)
-        bits = out.per_example / (math.log(2) * event_size(x0, batch.mask))
+        bits = out.per_example / (math.log(2) * event_size(x0, batch.mask).clamp(min=1))
         return Loss(bits.mean(), bits, out.parts, out.times)
 
     def on_before_optimizer_step(self, optimizer) -> None:

@@ -49,7 +49,7 @@ _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 #: Decades; the apostrophe of `'90s` stands for the century.
 _DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
 _CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?!\d)(?=(\s?[ap]\.?m\b)?)")
-_NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
+_NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?(?=('s\b)?)")
 
 
 def normalise(text: str, language: str = "en") -> str:
@@ -114,7 +114,7 @@ def _read_numbers(text: str, language: str) -> str:
 
     def number(match: re.Match) -> str:
         year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])
-        return f" {words(match[0], 'year' if year else 'cardinal')} "  # apart from letters on either side
+        return f" {words(match[0], 'year' if year else 'cardinal')}{'' if match[1] else ' '}"  # apart from letters
 
     def decade(match: re.Match) -> str:
         spelt = words(match[1], "year") if match[1] else words(match[2])

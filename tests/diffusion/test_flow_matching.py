@@ -191,6 +191,8 @@ def test_unknown_names_are_answered():
     for blur in (0, math.inf):
         with pytest.raises(ValueError, match=f"blur must be a positive finite number, got {blur}"):
             Coupling("sinkhorn", blur=blur)
+    with pytest.raises(ValueError, match=r"coupling=ot pairs items within classes: cond must be labels \(B,\)"):
+        Coupling("ot")(torch.zeros(4, 2), torch.zeros(4, 2), torch.zeros(4, 3), seeded())
     with pytest.raises(ValueError, match="path must be one of linear, cosine, vp_linear"):
         make_path("straight", 10)
     with pytest.raises(ValueError, match="sigma_min is for path=linear"):

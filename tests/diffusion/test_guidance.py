@@ -287,6 +287,9 @@ def test_statistics_are_those_of_the_valid_frames():
         found, alone = changed(x, t, cond, mask).x0, changed(x[1:, :, :4], t[1:], cond[1:]).x0
         torch.testing.assert_close(found[1:, :, :4], alone)
         torch.testing.assert_close(found[:1], changed(x[:1], t[:1], cond[:1]).x0)
+        mask[1] = False
+        assert changed(x, t, cond, mask).x0.isfinite().all()
+        mask[1, :, :4] = True
 
 
 def consistent(prediction, x, alpha, sigma):

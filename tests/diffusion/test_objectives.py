@@ -10,6 +10,7 @@ import torch
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.tensors import hide
 from genmodels.diffusion import (
     OBJECTIVES,
     PARAMETERISATIONS,
@@ -264,6 +265,27 @@ def test_a_mask_leaves_out_what_it_hides():
         assert torch.equal(run(x0, visible), run(spoiled, visible))
         torch.testing.assert_close(run(x0, torch.ones_like(visible)), run(x0, None))
         assert not torch.allclose(run(x0, visible)[1:], run(x0, None)[1:])
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_item_without_valid_frames_counts_nothing(name):
+    """Neither its terms nor the gradient of a learned schedule are of 0 / 0."""
+    class Frames(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Conv1d(2, 4 if name == "hybrid" else 2, 1)
+
+        def forward(self, x, log_snr, cond=None, mask=None):
+            return self.layer(x) * log_snr.mean() / 10
+
+    mask = (torch.arange(5) < torch.tensor([5, 0, 3])[:, None])[:, None]
+    schedule = LearnedSchedule(hidden=8) if name == "continuous" else CosineSchedule()
+    denoiser = Denoiser(Frames(), schedule, V(), learned_variance=name == "hybrid")
+    out = every(name)(denoiser, hide(torch.ones(3, 2, 5), mask), None, KeyedGenerator(0, torch.arange(3)), mask=mask)
+    assert out.per_example[1] == 0 and (out.per_example[[0, 2]] != 0).all()
+    assert all(part.isfinite().all() for part in out.parts.values())
+    out.value.backward()
+    assert all(p.grad.isfinite().all() for p in denoiser.parameters() if p.grad is not None)
 
 
 def test_training_does_not_move_the_cleanest_level_of_a_learned_schedule(monkeypatch):

@@ -11,6 +11,7 @@ import genmodels.energy.kernels as annealed_module
 import genmodels.energy.kernels as kernels_module
 from genmodels.core.errors import RunError
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.tensors import hide
 from genmodels.energy import (
     HMC,
     MALA,
@@ -403,6 +404,12 @@ def test_the_step_of_the_corrector_does_not_depend_on_its_noise(monkeypatch):
         found.append(predictor_corrector(OF_NORMAL, (1, 16), (2.0, 1.0), seeded(), start=torch.ones(1, 16)))
     torch.testing.assert_close(found[2] - found[1], found[1] - found[0])
     assert (found[1] - found[0]).abs().max() > 0.1
+
+
+def test_the_corrector_leaves_items_without_valid_frames_finite():
+    mask = (torch.arange(4) < torch.tensor([4, 0])[:, None])[:, None]
+    network = NoiseConditionalScore(lambda x, sigma, cond=None: hide(-x / sigma[:, None, None] ** 2, mask))
+    assert predictor_corrector(network, (2, 3, 4), (4.0, 1.0, 0.1), seeded(), mask=mask).isfinite().all()
 
 
 def test_check_catches_rising_levels(monkeypatch):

@@ -363,6 +363,9 @@ def test_masks_that_do_not_fit():
         layer(torch.zeros(2, 3, 6), mask=torch.ones(2, 1, 6))
     with pytest.raises(ValueError, match=r"shape \(B, 1, T\), got \(2, 3, 6\)"):
         layer(torch.zeros(2, 3, 6), mask=torch.ones(2, 3, 6, dtype=torch.bool))
+    one_channel = torch.zeros(2, 1, 3, 3)
+    with pytest.raises(ValueError, match=r"shape \(B, 1, T\), got \(2, 1, 3, 3\)"):
+        COUPLINGS["checkerboard, other half"][0]()(one_channel, mask=one_channel == 0)
 
 
 def test_parity():

@@ -305,6 +305,8 @@ def test_wrong_counts():
     for options in ({"samples": 0}, {"samples": 2, "rows": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             square().log_prob(points(2), generator=source(), **options)
+    with pytest.raises(ValueError, match="generator must be a torch.Generator or a KeyedGenerator, got None"):
+        square().log_prob(points(2), generator=None)
 
 
 # ---- samples ----

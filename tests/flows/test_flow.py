@@ -325,6 +325,8 @@ def test_class_posterior():
     joint = torch.stack([flow.log_prob(x, torch.full((5,), y)).exp() for y in range(3)], dim=1)
     torch.testing.assert_close(posterior, joint / joint.sum(1, keepdim=True))
     prior = torch.tensor([0.7, 0.2, 0.1]).double()
+    with pytest.raises(ValueError, match=r"log_prior must have a value for each of 3 classes, got \(2,\)"):
+        flow.class_posterior(x, 3, log_prior=torch.zeros(2))
     weighted = flow.class_posterior(x, 3, log_prior=prior.log())
     torch.testing.assert_close(weighted, joint * prior / (joint * prior).sum(1, keepdim=True))
 

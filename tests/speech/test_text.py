@@ -122,6 +122,7 @@ READINGS = {
     "12:30pm, 10:00 PM to 9:05am": "twelve thirty pm, ten pm to nine oh five am",
     "10:00 p.m. and 5:00's": "ten p.m. and five o'clock's",
     "1--2": "one -- two",
+    "1984's end": "nineteen eighty-four's end",
     "the 1990s, '90s and 80s": "the nineteen nineties, nineties and eighties",
     "1900s, 2010s, mid-1840s": "nineteen hundreds, twenty tens, mid-eighteen forties",
     "0.80s and 747s": "zero point eight zero s and seven hundred forty-seven s",
