@@ -26,11 +26,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     scores = torch.randn(arguments.batch, arguments.tokens, arguments.frames)
-    ours = ["torch", "numpy", *(["numba"] if importlib.util.find_spec("numba") else [])]
+    ours = ["torch", *(["numba"] if importlib.util.find_spec("numba") else [])]
     contestants = {
         name: lambda name=name: monotonic_alignment_search(scores, implementation=name).path for name in ours
     }
-    unit = "numpy"
+    unit = "torch"
     if importlib.util.find_spec("monotonic_alignment_search"):
         from monotonic_alignment_search import maximum_path
 

@@ -31,7 +31,7 @@ from genmodels.core.likelihood import Likelihood, with_error
 from genmodels.data.text import to_text
 from genmodels.evaluation.materials import data_of, read_items
 from genmodels.evaluation.samples import evenly_changing
-from genmodels.plots.images import class_name, images_of, mel_image, picture_of
+from genmodels.plots.images import class_name, has_picture, images_of, mel_image, picture_of
 from genmodels.speech.audio import write_wav
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _samples(gr, model: gm.Model) -> None:
         return None if held is None else look(held[0], held[1][position - 1])
 
     points = model.spec.event_shape == (2,)
-    drawn = model.spec.is_image or model.spec.mel is not None or points
+    drawn = has_picture(model.spec)
     n = 500 if points else 20 if model.spec.encoding is None else 6  # so many texts take a few seconds
     with gr.Row():
         with gr.Column(scale=1):

@@ -21,6 +21,7 @@ from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw, write_samples
 from genmodels.evaluation.table import UNITS
 from genmodels.models.checkpoint import load_model, write_exported
+from genmodels.plots.images import has_picture
 from genmodels.report.compare import report_target
 
 LIBRARY = "library_name: genmodels"
@@ -78,7 +79,7 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
     likelihoods, spec = _likelihoods(ckpt), model.spec
     write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
     names = [EXPORTED, "README.md"]
-    if spec.text is None and (spec.is_image or spec.mel is not None or spec.event_shape == (2,)):
+    if spec.text is None and has_picture(spec):
         drawn = draw(model, SamplingOptions(n=_shown(spec.num_classes)), progress=False)
         drawn.made |= origin(located(ckpt), header)
         write_samples(drawn, spec, folder / "samples.png")

@@ -32,7 +32,7 @@ from genmodels.evaluation.samples import (
 )
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.plots.images import LEGIBLE, grid, images_of
+from genmodels.plots.images import LEGIBLE, grid, has_picture, images_of
 
 _FRAMES = 10  # of a trajectory or an interpolation
 _LONGEST = 120  # characters of the options in a file's name
@@ -378,8 +378,8 @@ def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: di
 
     The name contains all options, so that no other samples are overwritten.
     """
-    drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
-    suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else ".png" if drawn else ".npz"
+    picture = ".png" if has_picture(spec) else ".npz"
+    suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else picture
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
     given = "_".join(map(file_word, words))
     words = [given if len(given) <= _LONGEST else f"{given[:_LONGEST]}_{short_hash(given)}"] if given else []

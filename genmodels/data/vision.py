@@ -109,8 +109,6 @@ class MNIST(_Vision):
 
     Arguments:
         root: folder that contains `MNIST/raw/`.
-        download: download missing files.
-        batch_size, num_workers, seed: see `DataModule`.
     """
 
     name = "mnist"
@@ -123,8 +121,6 @@ class FashionMNIST(_Vision):
 
     Arguments:
         root: folder that contains `FashionMNIST/raw/`.
-        download: download missing files.
-        batch_size, num_workers, seed: see `DataModule`.
     """
 
     name = "fashion_mnist"

@@ -101,8 +101,8 @@ class Consistency(Simple):
         squared, size = event_sum((found - goal).double().square(), mask), event_size(x0, mask)
         c = self.huber * size.sqrt()
         loss = self.factor(r_t.clamp(min=1e-6), r_s) * ((squared + c * c).sqrt() - c)
-        per_example = (weight * loss).to(x0.dtype)
-        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size.clamp(min=1)}, u, loss.detach())
+        per_example, mse = (weight * loss).to(x0.dtype), squared / size.clamp(min=1)
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, loss.detach())
 
     def previous_point(
         self, x: Tensor, log_snr_t: Tensor, log_snr_s: Tensor, cond: Tensor | None, mask: Tensor | None

@@ -172,15 +172,7 @@ class ZeroTerminalSchedule(NoiseSchedule):
         return self.base.time_of(torch.where(log_snr >= self.first_log_snr, log_snr, base))
 
 
-def rescale_zero_terminal(schedule: NoiseSchedule) -> ZeroTerminalSchedule:
-    """The schedule with SNR 0 at t = 1; see `ZeroTerminalSchedule`.
-
-    Example:
-        >>> rescale_zero_terminal(LinearSchedule()).end_points
-        (inf, -inf)
-    """
-    return ZeroTerminalSchedule(schedule)
-
+rescale_zero_terminal = ZeroTerminalSchedule  #: its name in the literature
 
 SCHEDULES: dict[str, type[NoiseSchedule]] = {
     "linear": LinearSchedule,
@@ -223,14 +215,12 @@ def default_ends(name: ScheduleName, finest: float = 15.0, *, levels: int | None
 
 
 def make_schedule(
-    name: ScheduleName, num_steps: int, *, finest: float = 15.0, ends: Sequence[float] | None = None,
-    zero_terminal_snr: bool = False,
+    name: ScheduleName, num_steps: int, *, ends: Sequence[float] | None = None, zero_terminal_snr: bool = False,
 ) -> NoiseSchedule:
     """The schedule of a name in SCHEDULES for a model of T steps.
 
     Arguments:
         num_steps: T, the length of a table of betas.
-        finest: log-SNR at t = 0 of the learned schedule.
         ends: log-SNR at t = 0 and at t = 1 where they can be chosen; `default_ends` by default.
         zero_terminal_snr: rescale it so that no signal is left at t = 1.
 
@@ -240,7 +230,7 @@ def make_schedule(
         >>> make_schedule("cosine", 10, ends=[7, -9]).end_points
         (7.0, -9.0)
     """
-    defaults = default_ends(name, finest)
+    defaults = default_ends(name)
     kind = SCHEDULES[name]
     if ends is not None and defaults is None:
         raise InputError(f"log_snr_ends is for schedule=cosine, linear_log_snr and learned: {name} has its own")

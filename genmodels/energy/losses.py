@@ -210,13 +210,8 @@ class SlicedScoreMatching:
 class SlicedScoreMatchingVR(SlicedScoreMatching):
     """v^T J v + 1/2 |s|^2: the sliced loss without the variance of its second term.
 
-    With Rademacher directions it is exact if J is diagonal.
-
-    Arguments:
-        projection: distribution of the directions.
-        projections: number of directions to average over.
-        route: how the products are computed; the jet has no score.
-        projection_chunk: directions computed at once, if the route supports it.
+    With Rademacher directions it is exact if J is diagonal. The arguments are those of `SlicedScoreMatching`, but the
+    route `jet`, which has no score, is refused.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -227,16 +222,6 @@ class SlicedScoreMatchingVR(SlicedScoreMatching):
 
     _value = staticmethod(sliced_vr)
     _with_score = True
-
-    def __init__(
-        self,
-        *,
-        projection: Literal["rademacher", "gaussian", "sphere"] = "rademacher",
-        projections: int = 1,
-        route: Literal["auto", "double_backward", "forward_over_reverse"] = "auto",
-        projection_chunk: int = 1,
-    ):
-        super().__init__(projection=projection, projections=projections, route=route, projection_chunk=projection_chunk)
 
 
 class FiniteDifferenceScoreMatching:

@@ -139,9 +139,7 @@ def of_characters(datamodule: DataModule, split: str, classes: int, order: int, 
     return Likelihood(nats, "exact", torch.tensor([len(text) for text in found]), classes)
 
 
-def gaussian_per_band(
-    datamodule: DataModule, split: str, limit: int | None = None, *, noise: float = NOISE
-) -> Likelihood:
+def gaussian_per_band(datamodule: DataModule, split: str, limit: int | None = None) -> Likelihood:
     """The likelihood of the first `limit` noisy mels of a split under a Gaussian for each band.
 
         sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c of band c in the training split
@@ -153,24 +151,24 @@ def gaussian_per_band(
         >>> 1.5 < gaussian_per_band(Speech().prepare(), "test").mean_nll_per_dim() < 2.2
         True
     """
-    training = _noisy(datamodule, "train", None, noise)
+    training = _noisy(datamodule, "train", None)
     cells = cell_statistics((x.transpose(0, 1)[:, mask[:, 0]] for x, mask in training), "band")
     mean, std = (torch.tensor(cells[key], dtype=torch.float64)[:, None] for key in ("mean", "std"))
     normal = torch.distributions.Normal(mean, std)
     nats, dims = [], []
-    for x, mask in _noisy(datamodule, split, limit, noise):
+    for x, mask in _noisy(datamodule, split, limit):
         nats.append(normal.log_prob(x).mul(mask).flatten(1).sum(1))
         dims.append(mask.flatten(1).sum(1) * x.shape[1])
     return Likelihood(torch.cat(nats), "exact", torch.cat(dims))
 
 
-def _noisy(datamodule: DataModule, split: str, limit: int | None, noise: float) -> Iterator[tuple[Tensor, Tensor]]:
+def _noisy(datamodule: DataModule, split: str, limit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Mels (B, n_mels, T) of every batch, float64, and their masks (B, 1, T)."""
     size = len(datamodule.split(split))
     rows = torch.arange(size if limit is None else min(size, limit))
     for batch in datamodule.loader(split, 32, rows):
         batch = even_lengths(batch)
-        x = with_noise(batch.x, noise, KeyedGenerator(0, batch.index, "likelihood"))
+        x = with_noise(batch.x, NOISE, KeyedGenerator(0, batch.index, "likelihood"))
         yield x.double(), batch.mask
 
 

@@ -310,14 +310,14 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     for k, mel in enumerate(samples.x):
         mel = mel if samples.mask is None else mel[:, samples.mask[k, 0]]
         label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
-        number, held = int(samples.index[k]), io.BytesIO()
+        number = int(samples.index[k])
         wave = sound_of(mel, GriffinLim(config), number) if bool(mel.isfinite().all()) else None
         if wave is None or not bool(wave.isfinite().all()):
             silent.append(f"sample {number} has no .wav: its mel goes up to {float(mel.max()):.4g} in log units, "
                           "louder than any sound; train longer, or lower temperature=")
         else:
-            write_wav(held, wave, config.sample_rate)
-            write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
+            place = target / f"{number:06d}.wav"
+            write_whole(place, lambda file, wave=wave: write_wav(file, wave, config.sample_rate))
         save_png(mel_image(mel, 4, 2), sample_file(target, number), samples.made | {"index": number} | label)
     return silent
 

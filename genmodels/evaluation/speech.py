@@ -230,7 +230,7 @@ def _against_recordings(
         for row, one in zip(predicted, synthesised, strict=True):
             row[: len(one["durations"])] = one["durations"]
         error = duration_error(predicted, aligned.durations.cpu(), batch.cond.mask)
-        found.duration_error = float(error.mean_absolute.mean())
+        found.duration_error = float(error.mean())
         if hasattr(model, "posterior"):
             posterior = model.posterior(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
             whole = even_lengths(batch)

@@ -132,7 +132,7 @@ def make_table(
     same_items(reports)
     labelled(reports)
     lines = [(m, k, line) for m, report in enumerate(reports) for k, line in enumerate(report.likelihood)]
-    ranking = _ranking(lines, reports, arrays, rank)
+    ranking = _ranking(lines, arrays, rank)
     places = {r: place for group in ranking for place, ties in enumerate(group.order, 1) for r in ties}
     rows = _rows(reports, places)
     references = {(known.name, known.unit): known for report in reports for known in report.references}
@@ -190,7 +190,7 @@ def measured(value: float | None, error: float | None) -> str:
     return "" if value is None else with_error(value, error, digits)
 
 
-def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[Ranking]:
+def _ranking(lines: list, arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[Ranking]:
     """The best row of each model in order; ties differ by less than two paired standard errors, or a bracket of log Z.
 
     Rows are ranked within each kind and condition, because log p(x | y) is another quantity than log p(x).

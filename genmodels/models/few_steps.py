@@ -11,7 +11,7 @@ from genmodels.core.errors import InputError, an
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.diffusion import Denoiser, Elbo, FlowMap
+from genmodels.diffusion import Denoiser, Elbo, FlowMap, default_variance
 from genmodels.diffusion.few_steps import (
     Consistency,
     ConsistencyWeighting,
@@ -52,7 +52,7 @@ class FlowMapModel(DiffusionModel):
         """Build the flow map for an objective; called last in a family's constructor."""
         core = FlowMap(self.network(two_times=True))
         objective.check(core)
-        elbo = Elbo(self.decoder, self.num_steps, "beta" if self.spec.levels is None else "beta_tilde")
+        elbo = Elbo(self.decoder, self.num_steps, default_variance("simple", self.spec.levels))
         self.assemble(core, elbo, objective)
 
 

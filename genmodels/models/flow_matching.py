@@ -13,7 +13,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.diffusion import Denoiser, Elbo
+from genmodels.diffusion import Denoiser, Elbo, default_variance
 from genmodels.diffusion.decoder import to_unit
 from genmodels.diffusion.flow_matching import (
     BetweenData,
@@ -100,7 +100,7 @@ class FlowMatchingModel(DiffusionModel):
         self.coupling = Coupling(coupling, whole=self._global_batch)
         objective = FlowMatching(self.coupling, time_sampler=time_sampler)
         objective.check(core)
-        elbo = Elbo(self.decoder, self.num_steps, "beta" if spec.levels is None else "beta_tilde")
+        elbo = Elbo(self.decoder, self.num_steps, default_variance("simple", spec.levels))
         self.assemble(core, elbo if spec.source is None else None, objective)
         if spec.source is not None:
             if path.startswith("vp_"):

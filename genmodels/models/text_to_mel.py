@@ -19,6 +19,7 @@ from genmodels.diffusion import (
     Denoiser,
     V,
     alpha_sigma,
+    default_ends,
     default_variance,
     make_objective,
     make_schedule,
@@ -95,7 +96,7 @@ class MelDDPM(MelDiffusion):
         self.decide(variance=self.variance)
         denoiser = Denoiser(
             self.make_unet(spec.event_shape[0] if self_conditioning else 0),
-            make_schedule(schedule, self.num_steps, finest=self.decoder.finest_log_snr,
+            make_schedule(schedule, self.num_steps, ends=default_ends(schedule, self.decoder.finest_log_snr),
                           zero_terminal_snr=zero_terminal_snr),
             PARAMETERISATIONS[parameterisation](), learned_variance=self.variance == "learned",
             self_conditioning=self_conditioning,

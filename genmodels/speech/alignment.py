@@ -27,7 +27,7 @@ class Alignment(NamedTuple):
 @torch.no_grad()
 def monotonic_alignment_search(
     scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None, *,
-    names: list[str] | None = None, implementation: Literal["auto", "torch", "numpy", "numba"] = "auto",
+    names: list[str] | None = None, implementation: Literal["auto", "torch", "numba"] = "auto",
 ) -> Alignment:
     """The monotonic path of the largest score, in which every token has a frame and every frame one token.
 
@@ -40,8 +40,8 @@ def monotonic_alignment_search(
         scores: P, for example log N(z_j; mu_i, sigma_i).
         text_mask, frame_mask: valid tokens and frames, contiguous from the first. Scores outside are not read.
         names: of the items, for errors; default their positions.
-        implementation: `torch` on the device of the scores; `numpy` or, compiled, `numba` on the CPU; or `auto`, the
-            fastest available.
+        implementation: `torch` on the device of the scores; compiled, `numba` on the CPU; or `auto`, the faster one
+            that is available.
 
     Shapes: `scores (B, N, T)` float32 or float64, also the precision of the sums; `text_mask (B, 1, N)`, `frame_mask
         (B, 1, T)`.
@@ -72,7 +72,7 @@ def chosen(scores: Tensor, implementation: str) -> str:
         ValueError: for an unknown implementation, or one that cannot run here.
     """
     if implementation == "auto":
-        return "torch" if scores.device.type != "cpu" else "numba" if _has_numba() else "numpy"
+        return "numba" if scores.device.type == "cpu" and _has_numba() else "torch"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
     if implementation == "numba" and not _has_numba():
@@ -154,27 +154,6 @@ def _search_torch(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     return torch.cat(visited[::-1]).mT
 
 
-def _search_numpy(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
-    """The token (B, T) of each frame: the loop of `_search_torch`, with a third of its overhead per operation."""
-    batch, size, length = scores.shape
-    at = np.ascontiguousarray(scores.detach().numpy().transpose(2, 1, 0))
-    best = np.full((length, size + 1, batch), -np.inf, dtype=at.dtype)
-    best[0, 1] = at[0, 0]
-    for before, here, now in zip(best[:-1], best[1:], at[1:], strict=True):
-        np.maximum(before[:-1], before[1:], out=here[1:])
-        here[1:] += now
-    advance = best[:-1, :-1] > best[:-1, 1:]
-    advance &= np.arange(1, length)[:, None, None] < frames.numpy()
-    # Positions in the flat block of a frame: one token back is one batch back.
-    steps = advance.reshape(length - 1, size * batch) * np.int64(batch)
-    place = (tokens.numpy() - 1) * batch + np.arange(batch)
-    visited = np.empty((length, batch), dtype=np.int64)
-    visited[-1] = place
-    for j in range(length - 2, -1, -1):
-        place = visited[j] = place - steps[j].take(place)
-    return torch.from_numpy(visited // batch).mT
-
-
 def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     """The token (B, T) of each frame: compiled loops, the items on as many cores as torch may use."""
     import numba
@@ -191,7 +170,7 @@ def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "torch": _search_torch, "numpy": _search_numpy, "numba": _search_numba,
+    "torch": _search_torch, "numba": _search_numba,
 }
 
 

@@ -16,17 +16,10 @@ from genmodels.speech.recognition import WordFaults
 from genmodels.speech.text import Symbols
 
 
-class DurationError(NamedTuple):
-    """Differences between durations: mean |d - d'| in frames, (B,), and sum d / sum d', (B,)."""
+def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The mean absolute error of predicted durations with respect to those of the best alignment, (B,) in frames.
 
-    mean_absolute: Tensor
-    total_ratio: Tensor
-
-
-def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = None) -> DurationError:
-    """The error of predicted durations with respect to those of the best alignment.
-
-        mean over valid tokens of |d_i - d'_i|,    sum_i d_i / sum_i d'_i
+        mean over valid tokens of |d_i - d'_i|
 
     Arguments:
         durations: d, in frames, whole or not.
@@ -38,7 +31,7 @@ def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = N
 
     Example:
         >>> duration_error(torch.tensor([[2, 4]]), torch.tensor([[1, 5]]))
-        DurationError(mean_absolute=tensor([1.]), total_ratio=tensor([1.]))
+        tensor([1.])
     """
     if durations.shape != reference.shape or durations.dim() != 2:
         raise ValueError(f"durations are (B, N), got {tuple(durations.shape)} and {tuple(reference.shape)}")
@@ -47,7 +40,7 @@ def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = N
     own, other = (torch.where(valid, d.to(width), 0) for d in (durations, reference))
     if bool((other.sum(1) <= 0).any()):
         raise ValueError(f"item {int((other.sum(1) <= 0).nonzero()[0])} has a reference of no frames")
-    return DurationError((own - other).abs().sum(1) / valid.sum(1), own.sum(1) / other.sum(1))
+    return (own - other).abs().sum(1) / valid.sum(1)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from genmodels.core.files import TEMPORARY, write_text
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import to_text
 from genmodels.models.checkpoint import join_parts
-from genmodels.plots.images import picture_of
+from genmodels.plots.images import has_picture, picture_of
 from genmodels.training.loggers import play, show
 from genmodels.training.processes import SharedSignal, is_first, requeue
 from genmodels.training.run import figures_of
@@ -237,7 +237,7 @@ class SampleGrid(Callback):
     def draw(self, trainer, pl_module, step: int) -> None:
         """Draw samples, save and log them; nothing for data that cannot be shown."""
         spec = pl_module.spec
-        shown = spec.is_image or spec.mel is not None or spec.event_shape == (2,) or spec.encoding is not None
+        shown = has_picture(spec) or spec.encoding is not None
         if not trainer.is_global_zero or not shown:
             return
         mode, file = pl_module.training, self.run_dir / "samples" / f"step_{step:06d}.txt"
