@@ -187,6 +187,8 @@ class Model:
         at_least(1, n=options["n"], batch_size=batch_size)
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
         require_partners(options | named)
+        if "weights" in options or (inpaint is not None and options.keys() & {"known", "keep"}):
+            raise InputError("weights are chosen by ema=, and known and keep by inpaint= and mask=: leave them out")
         of_text = {} if self.spec.text is None else options
         items, _ = material(self.network, self.header, of_text | named, self.ckpt, self.trust, weights_of(ema))
         options |= items | {"weights": weights_of(ema)}
@@ -232,12 +234,9 @@ class Model:
         with as_input_errors():
             at_least(1, items=len(batch), batch_size=rows)
             self.spec.check(batch)
-            parts = [
-                self.network.log_likelihood(
-                    batch.rows(slice(k, k + rows)).to(self.network.device), weights=weights_of(ema), seed=seed,
-                    **options).cpu()
-                for k in range(0, len(batch), rows)
-            ]
+            how = {"weights": weights_of(ema), "seed": seed, **options}
+            parts = [self.network.log_likelihood(batch.rows(slice(k, k + rows)).to(self.network.device), **how).cpu()
+                     for k in range(0, len(batch), rows)]
             return Likelihood.concatenate(parts)
 
     def _batch(self, x: Any, cond: Any) -> Batch:

@@ -113,6 +113,8 @@ REFUSED = [
     (lambda model: model.log_likelihood(torch.zeros(1, 1, 8, 8) + 0j), "the batch is torch.complex64"),
     (lambda model: model.sample(1, ema="raw"), "ema must be a finite number from 0 to 1, got 'raw'"),
     (lambda model: model.sample(1, edit=torch.zeros(1, 8, 8)), "edit is a file or the number of an item"),
+    (lambda model: model.sample(1, weights="raw"), "weights are chosen by ema="),
+    (lambda model: model.sample(1, inpaint=3, mask="m.png", keep=torch.ones(1, 8, 8)), "known and keep by inpaint="),
     (lambda model: model.log_likelihood(3.0), "items are a Batch or an array, got float"),
     (lambda model: model.transcribe("a.wav"), "holds a ddpm: transcribe is for model=recognizer"),
     (lambda model: model.transcribe("a.wav", beams=2), "did you mean 'beam'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, an, with_class
 from genmodels.core.files import check_writable, located, typed, write_whole
 from genmodels.core.samples import check_companions
@@ -24,6 +26,7 @@ from genmodels.flows.linear import MATRICES
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of, write_exported
 from genmodels.models.density import is_flow, is_of_noisy_data
+from genmodels.models.diffusion import DiffusionModel
 from genmodels.models.glow_tts import GlowTTS
 
 _ROWS = 5  # of an example: unlikely to equal another size, with which the tracer would confuse it
@@ -73,6 +76,8 @@ def export(
                 f"use:      {usage(model, typed('ckpt', target, trust))}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
+    if isinstance(model, DiffusionModel) and model.spec.levels is None:
+        header = header | {"units": {"location": model.location.tolist(), "scale": model.scale.tolist()}}
     graphs, lines = graphs_of(model, weights_of(ema)), []
     places = [target.with_name(f"{target.stem}{graph.suffix}{target.suffix}") for graph in graphs]
     check_companions(target, places)
@@ -176,16 +181,23 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
                       Function(lambda part, *given: part(*given), core), {"tokens": tokens, **classes}, ("log_p",))]
     if isinstance(core, FlowMap):
         times = {"t": torch.linspace(0.3, 0.9, _ROWS), "until": torch.linspace(0.0, 0.2, _ROWS)}
-        return [Graph("", "velocity: x at time until is x - (t - until) velocity, x = (1 - t) data + t noise",
+        meaning = "velocity: x at time until is x - (t - until) velocity, x = (1 - t) x0 + t noise"
+        return [Graph("", meaning + _units(spec),
                       Function(lambda part, *given: part.mean_velocity(*given), core), {"x": x, **times, **classes},
                       ("velocity",))]
     if isinstance(core, Denoiser) and not hasattr(core.net, "energy"):
         log_snr = {"log_snr": torch.linspace(-30.0, 3.0, _ROWS)}
-        return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"
-                      + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),
+        return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps" + _units(spec),
                       Function(_ends, core), {"x": x, **log_snr, **classes}, ("x0", "eps"))]
     raise InputError(f"{an(model.family)} has no function to export but its weights: its samples follow gradients of "
                      "the network or a loop over earlier draws; out=model.safetensors holds all of it")
+
+
+def _units(spec: DataSpec) -> str:
+    """How a network's x0 belongs to the data, in words."""
+    if spec.levels is not None:
+        return f", x0 = 2 level / {spec.levels - 1} - 1"
+    return ", x0 = (data - location) / scale, the `units` in the file's metadata"
 
 
 def _ends(core: Denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -271,7 +283,9 @@ def _exported(graph: Graph, header: dict, target: Path) -> tuple[bytes, str]:
                        "out=model.safetensors holds its weights") from error
     text = json.dumps(header)
     if target.suffix == ".pt2":
-        torch.export.save(program, buffer := io.BytesIO(), extra_files={"genmodels.json": text})
+        with warnings.catch_warnings():  # of tensors that share memory; the file is compared below
+            warnings.filterwarnings("ignore", "No complete tensor found")
+            torch.export.save(program, buffer := io.BytesIO(), extra_files={"genmodels.json": text})
         content = buffer.getvalue()
         return content, _parity(graph, torch.export.load(io.BytesIO(content)).module(), "the file read again")
     content = _onnx(program, examples, names, graph.outputs, text)

@@ -68,9 +68,9 @@ def say(
         raise InputError(f"out={out} holds mels, for which no vocoder is used: leave out vocoder, or write .wav")
     stem = _stem(place.stem, how, item, of_item)
     # Both before the synthesis, so that their errors do not come after minutes of it.
-    places = targets(out, place.parent / "samples", stem, texts * (takes or 1), how.seed)
-    vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
     which = {"takes": takes or 1, "start": how.start}
+    places = targets(out, place.parent / "samples", stem, texts, range(how.start, how.start + which["takes"]))
+    vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
     begun = time.monotonic()
     if chunk is None:
         found, times = synthesise(model, texts, how, **which), []
@@ -101,7 +101,7 @@ def _stem(name: str, how: SynthesisOptions, item: dict | None = None, unnamed: C
     given |= {key: value for key, value in how.given().items() if key not in (*_UNNAMED, *unnamed)}
     given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
               if value != getattr(SynthesisOptions(), key)}
-    return "_".join([name, *(file_word(f"{key}-{value}") for key, value in given.items())])
+    return "_".join([name, *(file_word(f"{key}-{value}") for key, value in given.items()), f"seed{how.seed}"])
 
 
 def synthesis_options(model, options: dict) -> SynthesisOptions:
@@ -116,7 +116,7 @@ def synthesis_options(model, options: dict) -> SynthesisOptions:
 
 
 _BATCH = 16  # sentences per batch
-_UNNAMED = ("text", "seed", "known", "keep")  # options that are not in the names of files, or in other words
+_UNNAMED = ("text", "seed", "start", "known", "keep")  # options that are not in the names of files, or in other words
 #: Sampling options recorded in files.
 _MADE = ("sampler", "steps", "spacing", "eta", "churn", "diffusion", "temperature", "rounds", "kept", "strength")
 _OF_HOW = ("cond", "weights", "pause", "seconds", "max_frames", "on_unknown")  # recorded too
@@ -266,8 +266,8 @@ def write_utterance(
     config = MelConfig(**spec.mel)
     about = {"text": found.text, "seed": how.seed, **found.made, "speed": how.speed, "vocoder": how.vocoder,
              **{key: value for key in _OF_HOW if (value := getattr(how, key)) is not None}, **made}
+    tokens, durations = _joined(found)
     if target.suffix.lower() == ".npz":
-        tokens, durations = _joined(found)
         arrays = {"mel": found.mel.numpy(), "tokens": np.array(tokens), "durations": np.array(durations),
                   "made": json.dumps(about, default=str)}
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
@@ -287,7 +287,6 @@ def write_utterance(
     lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
         lines.append(f"the sound was beyond full scale and was multiplied by {factor:.2g}")
-    tokens, durations = _joined(found)
     save_png(mel_with_tokens(found.mel, spec, tokens, durations, found.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
@@ -307,20 +306,20 @@ def _joined(found: SynthesisedText) -> tuple[list[int], list[int]]:
     return tokens, durations
 
 
-def targets(out: Path | None, folder: Path, stem: str, texts: Sequence[str], seed: int) -> list[Path]:
-    """A file for each text: `out` for a single text, files in the folder `out` for several, else files of the run.
+def targets(out: Path | None, folder: Path, stem: str, texts: Sequence[str], takes: Sequence[int]) -> list[Path]:
+    """A file for each take and text: `out` for one, files in the folder `out` for several, else files of the run.
 
     Raises:
         InputError: for one file and several texts, or an unsupported file type.
     """
     if out is not None and out.suffix.lower() in (".wav", ".npz"):
-        if len(texts) > 1:
-            raise InputError(f"out={out} is one file, and {len(texts)} texts are synthesised: give a folder")
+        if (count := len(texts) * len(takes)) > 1:
+            raise InputError(f"out={out} is one file, and {count} texts are synthesised: give a folder")
         return [out]
     if out is not None and out.suffix:
         raise InputError(f"out={out}: end it in .wav (with .png and .json next to it), .npz, or nothing (a folder)")
-    place = out or folder
-    return [place / f"{stem}_seed{seed}_{k}_{_words(text)}.wav" for k, text in enumerate(texts)]
+    return [(out or folder) / f"{stem}_{k}{f'_take{take}' * (take > 0)}_{_words(text)}.wav"
+            for take in takes for k, text in enumerate(texts)]
 
 
 def _words(text: str) -> str:
@@ -365,10 +364,9 @@ def stream_texts(
                 one.wave = whole.whole[:cut]
             one.mel = torch.cat([piece for _, piece in kept], 1)
             found.append(one)
-            size = kept[0][1].shape[1]
             sound = "" if vocoder is None else f", first audio after {whole.first_packet:.3f} s"
-            lines.append(f"first chunk of the mel ({counted(size, 'frame')}) after {kept[0][0] - began:.3f} s"
-                         f"{sound}, the last after {whole.seconds:.3f} s")
+            lines.append(f"first chunk of the mel ({counted(kept[0][1].shape[1], 'frame')}) after "
+                         f"{kept[0][0] - began:.3f} s{sound}, the last after {whole.seconds:.3f} s")
     return found, lines
 
 
@@ -417,7 +415,9 @@ class Speech:
             InputError: for one file and several texts.
         """
         out = Path(out).expanduser()
-        places = targets(out, out, _stem("speech", self._how), [one.text for one in self.texts], self._how.seed)
+        takes = list(dict.fromkeys(one.made["take"] for one in self.texts))
+        texts = [one.text for one in self.texts[: len(self.texts) // len(takes)]]
+        places = targets(out, out, _stem("speech", self._how), texts, takes)
         for place in places:
             check_companions(place)
         for one, place in zip(self.texts, places, strict=True):

@@ -141,6 +141,9 @@ class SamplingOptions:
             raise InputError("inpainting (known) and edit exclude each other: leave one out")
         if (self.known is None) != (self.keep is None):
             raise InputError("known needs keep, the mask of where it holds: give both")
+        if self.guidance not in (0, 1) and self.cond is None and (self.known is not None or self.edit is not None):
+            raise InputError("guidance leads to a class, and an item that is inpainted or edited has none by itself: "
+                             "give cond, or leave guidance out")
         if self.guidance == 0 and self.cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
         none_or_at_least(1, max_frames=self.max_frames)
@@ -176,6 +179,17 @@ class SamplingOptions:
 #: Options that have no effect without one of these.
 _PARTNERS = {"inpaint": ("mask", "text"), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
              "chunk": ("stream",), "frames": ("path", "interpolate")}
+
+
+def require_events(options: SamplingOptions, shape: tuple[int, ...]) -> None:
+    """Raise InputError for a known or edited event that does not have the shape of the data, or a mask that misfits."""
+    for event in (options.known, options.edit):
+        if event is not None and event.shape != shape:
+            raise InputError(f"events are {tuple(shape)} here, got {tuple(event.shape)}")
+    own = None if options.keep is None else tuple(options.keep.shape)
+    sizes = zip(reversed(own or ()), reversed(shape), strict=False)
+    if own is not None and (len(own) > len(shape) or any(size not in (1, there) for size, there in sizes)):
+        raise InputError(f"keep must broadcast to the event {tuple(shape)}, got {own}")
 
 
 def require_partners(given: Mapping[str, Any]) -> None:

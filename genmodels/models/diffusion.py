@@ -16,7 +16,7 @@ from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import KeyedGenerator
-from genmodels.core.samples import Samples, SamplingOptions, Trajectory
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory, require_events
 from genmodels.core.tensors import event_size, event_sum, hide
 from genmodels.diffusion import (
     SAMPLERS,
@@ -333,17 +333,17 @@ class DiffusionModel(GenerativeModel):
         made |= {"weights": str(options.weights), "temperature": options.temperature}
         made |= {"clip": self.sampler.threshold(options) or "none"}
         made |= {"guidance": options.guidance} if options.guidance != 1 else {}
-        made |= {"guidance_rescale": options.guidance_rescale} if options.guidance_rescale else {}
-        made |= {"guidance_interval": list(options.guidance_interval)} if options.guidance_interval is not None else {}
+        made |= {key: value for key in ("guidance_rescale", "guidance_interval") if (value := getattr(options, key))}
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_events(self, options: SamplingOptions) -> None:
-        """Raise InputError for an event to complete or to edit that has another shape than the data."""
+        """Raise InputError for an event of another shape than the data, and a range of data that have none."""
+        if self.spec.levels is None and self.sampler.threshold(options) is not None:
+            raise InputError("clip is for integers: continuous data have no range, leave it out")
         for event in (options.known, options.edit):
             if event is not None and options.size is not None:
                 raise InputError(f"size={list(options.size)} does not go with a given event: leave size out")
-            if event is not None and event.shape != self.spec.event_shape:
-                raise InputError(f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}")
+        require_events(options, self.spec.event_shape)
 
     def _start(self, options: SamplingOptions, index: Tensor, labels: Tensor | None) -> Tensor | None:
         """Where the samples start, in the network's units; None for noise."""
@@ -357,7 +357,7 @@ class DiffusionModel(GenerativeModel):
         if guidance != 1 and not self.has_null_class:
             raise InputError("guidance needs a model trained with model.cond_drop above 0, not with cond_drop=0")
         from_item = options.known is not None or options.edit is not None
-        if guidance == 0 or (cond is None and from_item and guidance == 1 and self.has_null_class):
+        if guidance == 0 or (cond is None and from_item and self.has_null_class):
             return None
         return self.labels(cond, index)
 

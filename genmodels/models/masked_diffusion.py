@@ -14,7 +14,7 @@ from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator, uniform
-from genmodels.core.samples import Samples, SamplingOptions, Trajectory
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory, require_events
 from genmodels.diffusion.denoiser import TokenDenoiser
 from genmodels.diffusion.masked import (
     MASKINGS,
@@ -163,7 +163,7 @@ class MaskedDiffusionModel(GenerativeModel):
         core, scale = self.weights(options.weights), options.guidance
         if scale != 1 and not self.has_null_class:
             raise InputError("guidance needs a model with classes that was trained with model.cond_drop above 0")
-        if self.has_null_class and options.cond is None and (scale == 0 or (scale == 1 and options.known is not None)):
+        if self.has_null_class and options.cond is None and (scale == 0 or options.known is not None):
             return None, core
         if scale == 1:
             return self.labels(options.cond, index), core
@@ -271,12 +271,11 @@ def _initial_tokens(options: SamplingOptions, spec: DataSpec, mask: int) -> tupl
     """The tokens at the start of sampling, (n, *event) with `mask` for all but the known ones, and their number.
 
     Raises:
-        InputError: for a known event of another shape.
+        InputError: for a known event or a mask of another shape.
     """
     x, known = torch.full((options.n, *spec.event_shape), mask), options.known
     if known is None:
         return x, 0
-    if known.shape != spec.event_shape:
-        raise InputError(f"events are {tuple(spec.event_shape)} here, got {tuple(known.shape)}")
+    require_events(options, spec.event_shape)
     keep = options.keep.cpu().expand(spec.event_shape)
     return torch.where(keep, known.cpu().long(), x), int(keep.sum())

@@ -46,6 +46,8 @@ def ddpm():
 def denoiser(tmp_path_factory):
     """A DDPM, the file of its network and the lines about it; tracing takes seconds."""
     model, path = ddpm(), tmp_path_factory.mktemp("denoiser") / "network.pt2"
+    model.location.copy_(torch.tensor([0.5, -2.0]))
+    model.scale.copy_(torch.tensor([0.25, 3.0]))
     return model, path, export(model, model.header(), path)
 
 
@@ -58,7 +60,11 @@ def test_a_denoiser_as_torch_export_is_the_model(denoiser):
     x0, eps = read(x, log_snr)
     expected = model.core.at_log_snr(x, log_snr)
     assert torch.allclose(x0, expected.x0, atol=1e-4) and torch.allclose(eps, expected.eps, atol=1e-4)
-    assert json.loads(held["genmodels.json"])["family"] == "ddpm"
+    about = json.loads(held["genmodels.json"])
+    assert about["family"] == "ddpm"
+    assert lines[0].startswith("x0 and eps of x =") and "x0 = (data - location) / scale, the `units`" in lines[0]
+    location, scale = (torch.tensor(about["units"][key]) for key in ("location", "scale"))
+    torch.testing.assert_close(x * scale + location, model.decode(x))
     alpha, sigma = torch.sigmoid(log_snr)[:, None].sqrt(), torch.sigmoid(-log_snr)[:, None].sqrt()
     assert torch.allclose(alpha * x0 + sigma * eps, x, atol=1e-4)  # what the printed line says of them
 
@@ -156,6 +162,7 @@ def test_what_each_family_gives():
     }
     assert [graph.outputs for graph in found["mean_flow"]] == [("velocity",)]
     assert list(found["mean_flow"][0].inputs) == ["x", "t", "until", "cond"]
+    assert found["mean_flow"][0].meaning.endswith("x0 = 2 level / 16 - 1")
     assert [graph.outputs for graph in found["masked"]] == [("log_p",)]
     assert [graph.outputs for graph in found["tts"]] == [("frames",), ("mel",)]
     assert [graph.outputs for graph in found["mixture"]] == [("z", "log_p")]

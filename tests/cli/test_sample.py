@@ -127,6 +127,8 @@ def test_the_strip_between_pictures_of_long_names_has_a_short_one(folder, capsys
         ({"interpolate": [3, 17], "guidance": 2.0}, "leave out guidance"),
         ({"interpolate": [3, 17], "path": "a.gif"}, "leave out path"),
         ({"path": "a.png", "out": "./a.png"}, "path=a.png names the file of the samples"),
+        ({"path": "new/000001.png", "out": "new"}, "path=new/000001.png lies in the folder of the samples, out=new"),
+        ({"edit": 3, "guidance": 2.0}, "guidance leads to a class, .*: give cond"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(folder, options, said):
@@ -190,6 +192,13 @@ def test_many_options_make_no_name_that_is_too_long(tmp_path):
         {"guidance": 2.5}, options | {"cond": list(range(99))}, options | {"cond": list(range(1, 100))}))
     assert short.name == "best_seed0_0-3_guidance-2.5.png" and long.name != other.name
     assert max(len(long.name), len(other.name)) < 180
+
+
+def test_texts_that_differ_by_a_mark_have_names_of_their_own(tmp_path):
+    spec = DataSpec("text", (1, 8), levels=256, encoding="utf-8")
+    names = {default_target(tmp_path / "best.ckpt", SamplingOptions(n=4), spec, {"inpaint": text, "mask": mask}).name
+             for text in ("The __ of!", "The __ of?") for mask in "_?"}
+    assert len(names) == 4
 
 
 def test_text_from_a_file_to_samples_with_gaps_and_a_page(tmp_path, capsys):

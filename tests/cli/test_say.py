@@ -305,8 +305,8 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
         with monkeypatch.context() as patched, pytest.raises(InputError, match=said):
             patched.setattr(model, "sample", None)  # it comes before the synthesis
             say(model, {}, tmp_path, {"text": ["One.", "Two."], **options}, **words)
-    names = [p.name for p in targets(None, tmp_path, "best", ["One.", "Two."], 3)]
-    assert names == ["best_seed3_0_one.wav", "best_seed3_1_two.wav"]
+    names = [p.name for p in targets(None, tmp_path, "best", ["One.", "Two."], range(2))]
+    assert names == ["best_0_one.wav", "best_1_two.wav", "best_0_take1_one.wav", "best_1_take1_two.wav"]
 
 
 # ---- texts in pieces are texts at once: mels, durations and sound, whatever the pieces ----

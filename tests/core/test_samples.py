@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from genmodels.core.errors import InputError
-from genmodels.core.samples import SamplingOptions, Trajectory
+from genmodels.core.samples import SamplingOptions, Trajectory, require_events
 
 
 def walk(frames: int, steps: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -45,10 +47,22 @@ def test_a_frame_is_made_only_where_it_is_wanted():
     ({"guidance_interval": [float("nan"), 3.0]}, r"two finite log-SNRs, the lower one first, got \[nan, 3.0\]"),
     ({"guidance_interval": [3.0, -3.0]}, "the lower one first"), ({"guidance_interval": [1.0]}, "two finite"),
     ({"path": -1}, "path is a number of frames, 0 for none, got -1"),
+    ({"edit": torch.zeros(1, 8, 8), "guidance": 2.0}, "guidance leads to a class, .*: give cond"),
+    ({"known": torch.zeros(8), "keep": torch.ones(8) > 0, "guidance": 0.5}, "guidance leads to a class, .*: give cond"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(wrong, said):
     with pytest.raises(InputError, match=said):
         SamplingOptions(**wrong)
+
+
+@pytest.mark.parametrize("keep", [(8, 9), (2, 8, 8), (1, 1, 8, 8)])
+def test_a_mask_must_broadcast_to_the_event(keep):
+    known = torch.zeros(1, 8, 8)
+    require_events(SamplingOptions(known=known, keep=torch.ones(1, 8) > 0), (1, 8, 8))
+    with pytest.raises(InputError, match=re.escape(f"keep must broadcast to the event (1, 8, 8), got {keep}")):
+        require_events(SamplingOptions(known=known, keep=torch.ones(keep) > 0), (1, 8, 8))
+    with pytest.raises(InputError, match=re.escape("events are (1, 8, 8) here, got (8, 8)")):
+        require_events(SamplingOptions(known=known[0], keep=torch.ones(8, 8) > 0), (1, 8, 8))
 
 
 def test_defaults_fill_what_was_not_asked_for():

@@ -159,6 +159,13 @@ def test_a_constant_column_is_refused():
         model.initialize(Batch(torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 4.0]])))
 
 
+@pytest.mark.parametrize("clip", [True, "static", "dynamic"])
+def test_continuous_data_have_no_range_to_clip_to(clip):
+    with pytest.raises(InputError, match="clip is for integers"):
+        small(DataSpec("v", (3,), levels=None)).sample(2, steps=2, clip=clip)
+    assert small(DIGITS).sample(2, steps=2, clip=clip).made["clip"] == ("dynamic" if clip == "dynamic" else "static")
+
+
 @pytest.mark.filterwarnings("ignore:std:UserWarning")
 def test_a_single_continuous_item_is_refused():
     with pytest.raises(ValueError, match="column 1 of v is constant"):
