@@ -41,6 +41,7 @@ def main() -> None:
         raise SystemExit("the contestants found different paths")
     timing = interleaved(contestants, arguments.repeats, warm_up=3)
     print(f"scores {tuple(scores.shape)}, {arguments.threads} threads, medians of {arguments.repeats}")
+    print(f"  {unit} {timing.median(unit):.4f} s")
     for name in contestants:
         if name != unit:
             print("  " + timing.summary(name, unit))

@@ -434,11 +434,15 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:
     copies = len(rows) - len(rows.unique(dim=0))
     if copies > 0.01 * len(rows):
         raise InputError(f"{copies} of {len(rows)} rows are copies of others: drop them, or add noise")
-    centred = (rows - rows.mean(0)).to(torch.float64)
-    scaled = centred / centred.norm(dim=0)
     if len(rows) > rows.shape[1]:
-        values, vectors = torch.linalg.eigh(scaled.T @ scaled)
-        if float(values[0]) < 1e-10 * float(values[-1]):
-            involved = [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]
-            raise InputError(f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add "
-                             "noise")
+        require_independent(rows, names)
+
+
+def require_independent(x: Tensor, names: Sequence[str]) -> None:
+    """Raise InputError naming columns of x (N, D) that depend on each other linearly."""
+    centred = (x - x.mean(0)).to(torch.float64)
+    scaled = centred / centred.norm(dim=0)
+    values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+    if float(values[0]) < 1e-10 * float(values[-1]):
+        involved = [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]
+        raise InputError(f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add noise")

@@ -240,7 +240,7 @@ class Likelihood:
         """The noise of the value of a single item and the spread over items, in nats per dimension.
 
         The variance over items contains both; subtracting the mean square of `stderr` leaves that of the items.
-        Exact values of continuous data have no draws, hence no noise.
+        Exact values have no draws, hence no noise.
         """
         finite = torch.isfinite(self.nats)
         values = (self.nats / self.dims)[finite]
@@ -249,7 +249,8 @@ class Likelihood:
         if self.stderr is not None:
             noise = float((self.stderr / self.dims)[finite].square().mean().sqrt())
         else:
-            noise = 0.0 if exact and self.levels is None and not self.made.get("noise") else None
+            drawn = self.kind != "exact" and self.levels is not None or "dequantisation" in self.made
+            noise = 0.0 if exact and not drawn and not self.made.get("noise") else None
         both = float(values.var()) if len(values) > 1 else 0.0
         return SingleValues(noise, math.sqrt(max(0.0, both - (noise or 0.0) ** 2)))
 

@@ -166,7 +166,7 @@ def _is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return False
-    return True
+    return "_" not in text  # which Python's numbers may have, and NumPy's not
 
 
 _X, _Y = ("x", "images", "data", "arr_0"), ("y", "labels", "arr_1")

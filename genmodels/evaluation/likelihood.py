@@ -320,7 +320,7 @@ def how(likelihood: Likelihood) -> str:
     if likelihood.kind == "ode":
         trace = made["divergence"] if made["divergence"] == "exact" else f"{made['probes']} probes"
         words += [f"{made['solver']}, {trace}", *_solved(likelihood)]
-    if "log_z" in made and likelihood.kind == "exact":
+    if "log_z" in made and likelihood.kind != "ais":
         words.append("log Z by quadrature")
     if likelihood.kind == "ais":
         words.append(f"{made['chains']} chains, {made['steps']} densities")
@@ -357,7 +357,7 @@ def _label(likelihood: Likelihood, label: str) -> str:
         return "annealed importance sampling" + (f", {label}" if label.startswith("K") else "")
     if likelihood.kind == "unnormalised":
         return "no likelihood"
-    if likelihood.kind == "exact" and "log_z" in likelihood.made:
+    if "log_z" in likelihood.made and (likelihood.kind == "exact" or label == "exact"):
         return "quadrature"
     return label or likelihood.kind
 

@@ -84,8 +84,9 @@ def material(
     if "known" not in model.own_options():
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
     spec, data = model.spec, data_of(model, header, ckpt_path, trust)
-    named = named | {key: os.path.expanduser(named[key]) for key in ("inpaint", "mask", "edit")
-                     if isinstance(named[key], str)}
+    for key in ("inpaint", "mask", "edit"):
+        if isinstance(named[key], str) and (spec.encoding is None or named[key].endswith(".txt")):  # else a text itself
+            named = named | {key: os.path.expanduser(named[key])}
 
     def item(key: str) -> Batch:
         if spec.encoding is not None and not isinstance(named[key], Integral):
@@ -105,7 +106,8 @@ def material(
     if "inpaint" not in batches:
         return found, []
     known, mask = batches["inpaint"].x[0], str(named["mask"])
-    inpainted = f"item {named['inpaint']}" if str(named["inpaint"]).isdigit() else named["inpaint"]
+    numbered = isinstance(named["inpaint"], Integral) or (spec.encoding is None and named["inpaint"].isdigit())
+    inpainted = f"item {named['inpaint']}" if numbered else named["inpaint"]
     if text is not None:
         return rewritten(model, batches["inpaint"], text, found, inpainted, weights)
     if spec.is_image:

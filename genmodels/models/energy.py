@@ -268,11 +268,11 @@ class EnergyModel(ScoreMatched):
                 draws.append(values + volume.double() - found.log_z)
         nats, stderr = log_mean_exp(torch.stack(draws, 1))
         made = dict(found.made)
-        if self.spec.levels is not None:
-            made |= {"importance_samples": importance_samples, "dequantisation": "uniform"}
-        made |= {"gaps": "filled"} if self.encoding.gap is not None else {}
+        gaps = self.encoding.gap is not None and bool(self.encoding.gap.any())
+        if gaps or self.spec.levels is not None:
+            made |= {"importance_samples": importance_samples, "dequantisation": "uniform" + " within gaps" * gaps}
         made |= {"weights": str(weights), "seed": seed}
-        kind = "lower_bound" if found.kind == "exact" and self.spec.levels is not None else found.kind
+        kind = "lower_bound" if found.kind == "exact" and "dequantisation" in made else found.kind
         # All items share the error of log Z: it is in `made`, since a mean over items does not reduce it.
         return Likelihood(nats, kind, self.spec.dims, self.spec.levels, stderr, made, index)
 

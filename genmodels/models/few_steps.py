@@ -285,4 +285,5 @@ class ProgressiveModel(StepModel):
 
     def draw(self, options: SamplingOptions) -> Samples:
         """As for every diffusion model, by default in N steps."""
-        return super().draw(options.with_default(steps=self.usual_steps) if options.sampler is None else options)
+        usual = options.sampler in (None, self.default_sampler)
+        return super().draw(options.with_default(steps=self.usual_steps) if usual else options)

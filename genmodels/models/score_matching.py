@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, DataSpec, require_spread
+from genmodels.core.data import Batch, DataSpec, require_independent, require_spread
 from genmodels.core.errors import InputError, RunError, check_number, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -89,9 +89,8 @@ class Encoding(nn.Module):
         self.location.copy_(location)
         self.scale.copy_(std)
         if self.rotation is not None:
+            require_independent(y, self.spec.names_of_columns)
             values, vectors = torch.linalg.eigh(torch.cov(((y - location) / std).T).reshape(len(std), -1))
-            if float(values[0]) < 1e-10 * float(values[-1]):
-                raise InputError(f"columns of {self.spec.name} depend on each other linearly: leave one out")
             self.rotation.copy_(vectors / values.sqrt())
 
     def forward(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:

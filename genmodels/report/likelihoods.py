@@ -148,8 +148,11 @@ def histograms(models: list[Model], references: list[Reference]) -> list[Text | 
              if (nats := model.array(line.values)) is not None
              and (line.kind == "unnormalised" or not line.reason)]  # without a value there are none of items
     hidden = [one for one in lines if not one[1].single.shown]
-    figures: list = [Text(f"{_name(model, line)}: not drawn, {noise_of(line)}. More draws= or importance_samples= make "
-                          "it smaller.") for model, line, _ in hidden]
+    figures: list = []
+    for model, line, _ in hidden:
+        more = next((key for key in ("draws", "importance_samples") if key in line.made), None)
+        advice = "" if more is None else f" More {more}= make it smaller."
+        figures.append(Text(f"{_name(model, line)}: not drawn, {noise_of(line)}.{advice}"))
     drawn = [one for one in lines if one[1].single.shown]
     for (kind, unit), some in grouped(drawn, lambda one: (one[1].kind, UNITS[one[1].unit])).items():
         costs = [model.costs(line) for model, line, _ in some]

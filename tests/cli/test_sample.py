@@ -215,6 +215,9 @@ def test_text_from_a_file_to_samples_with_gaps_and_a_page(tmp_path, capsys):
     assert all(text[:4] == b"the " and text[8:] == b"k" and text != b"the ____k" for text in kept)
     run(ckpt=str(folder), inpaint="1984", mask="0:2", n=1, steps=2, out=str(tmp_path / "in.npz"))  # no item's number
     assert bytes(np.load(tmp_path / "in.npz")["x"][0, 0, 2:4]) == b"84"
+    assert "bytes of 1984" in capsys.readouterr().out
+    run(ckpt=str(folder), inpaint="~/bin ~~", mask="~", n=1, steps=2, out=str(tmp_path / "in.npz"))  # no home folder
+    assert bytes(np.load(tmp_path / "in.npz")["x"][0, 0, 1:6]) == b"/bin "
     run(ckpt=str(folder), inpaint=1, mask="3:8", n=2, steps=2, out=str(tmp_path / "texts"))
     single = {path.name for path in (tmp_path / "texts").iterdir()}
     assert single == {"000000.txt", "000001.txt", "made_0-1.json"}

@@ -173,6 +173,8 @@ def test_values_of_single_items_are_shown_where_they_stand_out_of_their_noise(sp
     ({"kind": "exact", "levels": None}, 0.0), ({"kind": "exact", "levels": None, "made": {"noise": 0.1}}, None),
     ({"kind": "lower_bound"}, None), ({"kind": "ode", "levels": None, "made": {"divergence": "exact"}}, 0.0),
     ({"kind": "ode", "levels": None, "made": {"divergence": "rademacher"}}, None), ({"kind": "ais"}, None),
+    ({"kind": "exact"}, 0.0), ({"kind": "ais", "levels": None}, 0.0),
+    ({"kind": "ais", "levels": None, "made": {"dequantisation": "uniform within gaps"}}, None),
 ])  # fmt: skip
 def test_noise_is_none_or_unknown_by_how_a_value_is_made(options, noise):
     assert made([-100.0, -120.0, -90.0], **options).single_values().noise == noise

@@ -15,6 +15,7 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
 from genmodels.energy import LOSSES, Energy, Quadratic
+from genmodels.evaluation.likelihood import how
 from genmodels.models.energy import EnergyModel
 from genmodels.models.energy_sampling import Sampler, base_of, by_annealing, by_quadrature
 from genmodels.models.optimizer import explain_nonfinite
@@ -133,6 +134,22 @@ def test_the_masses_of_integers_sum_to_at_most_one_and_the_bound_rises():
     assert float(one.nats.mean()) < float(many.nats.mean())
     assert float(many.nats.exp().sum()) == pytest.approx(1, abs=0.15)
     assert {"log_z_lower", "log_z_upper", "log_z_stderr", "ess", "reliable"} <= set(one.made)
+
+
+def test_noise_in_the_gaps_of_a_table_makes_a_bound_that_rises_with_its_samples():
+    x = torch.randn(300, 2, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = (2 * x[:, 1]).round().clamp(-3, 3)
+    model = EnergyModel(PLANE, gaps=True, net={"hidden": [8]}).eval()
+    model.initialize(Batch(x))
+    one, other = (model.log_likelihood(Batch(x), seed=seed) for seed in (0, 1))
+    many = model.log_likelihood(Batch(x), importance_samples=64)
+    assert one.kind == "lower_bound" and float((one.nats - other.nats).std()) > 0.01
+    assert one.single_values().noise is None and how(one) == "K = 1, uniform within gaps, log Z by quadrature"
+    assert float((many.nats - one.nats).mean()) > 2 * float((many.nats - one.nats).std() / 300**0.5)
+    whole = EnergyModel(PLANE, gaps=True, net={"hidden": [8]}).eval()  # no column takes few values
+    whole.initialize(Batch(torch.randn(300, 2, generator=torch.Generator().manual_seed(0))))
+    whole.encoding.gap.zero_()
+    assert whole.log_likelihood(Batch(x)).kind == "exact"
 
 
 def test_what_has_no_log_z_is_unnormalised_and_says_why():
@@ -334,6 +351,8 @@ BAD = [
     (lambda: made("table, white")[0].normaliser(method="ase"), "normaliser must be one of"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(50, 4) * torch.tensor([1.0, 1, 0, 1]))), "constant"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(300, 4).round())), "gaps=true"),
+    (lambda: EnergyModel(TABLE, whitening="pca").initialize(Batch(torch.randn(50, 4)[:, [0, 1, 2, 1]])),
+     "columns 2, 4 depend on each other linearly"),
     (lambda: EnergyModel(TABLE, alpha=0.05), "alpha=0.05 is for integers"),
     (lambda: made("plane")[0].log_likelihood(batch_of(PLANE), importance_samples=2), "importance_samples=2 is for int"),
 ]

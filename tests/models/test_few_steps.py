@@ -80,6 +80,7 @@ def test_a_student_begins_as_its_teacher_and_needs_it_no_more_when_trained(kind,
     (tmp_path / "t.ckpt").unlink()
     made = again.sample(2).made
     assert made["sampler"] == kind.default_sampler and made["evaluations"] == 2
+    assert again.sample(2, sampler=kind.default_sampler).made["evaluations"] == 2
 
 
 def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path):
