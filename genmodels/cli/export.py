@@ -76,8 +76,7 @@ def export(
                 f"use:      {usage(model, typed('ckpt', target, trust))}"]
     if model.device.type != "cpu":
         model = copy.deepcopy(model).cpu()  # where the example inputs are
-    if isinstance(model, DiffusionModel) and model.spec.levels is None:
-        header = header | {"units": {"location": model.location.tolist(), "scale": model.scale.tolist()}}
+    header = header | ({"units": units} if (units := _units_of(model)) else {})
     graphs, lines = graphs_of(model, weights_of(ema)), []
     places = [target.with_name(f"{target.stem}{graph.suffix}{target.suffix}") for graph in graphs]
     check_companions(target, places)
@@ -193,11 +192,25 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
                      "the network or a loop over earlier draws; out=model.safetensors holds all of it")
 
 
+def _units_of(model: GenerativeModel) -> dict:
+    """Location and scale by which continuous data, and those that a flow starts from, are standardised."""
+    if not isinstance(model, DiffusionModel):
+        return {}
+    own = {} if model.spec.levels is not None else {"location": model.location, "scale": model.scale}
+    start = {} if not model.spec.source or model.spec.source["levels"] is not None else {
+        "source_location": model.source_location, "source_scale": model.source_scale}
+    return {key: value.tolist() for key, value in (own | start).items()}
+
+
 def _units(spec: DataSpec) -> str:
-    """How a network's x0 belongs to the data, in words."""
-    if spec.levels is not None:
-        return f", x0 = 2 level / {spec.levels - 1} - 1"
-    return ", x0 = (data - location) / scale, the `units` in the file's metadata"
+    """What a network's x0 is of the data, and eps of the source where there is one, in words."""
+    parts = [("x0", "data", "", spec.levels)]
+    parts += [("eps", "source", "source_", spec.source["levels"])] if spec.source else []
+    return "".join(
+        f", {name} = 2 level / {levels - 1} - 1 of the {what}" if levels is not None else
+        f", {name} = ({what} - {prefix}location) / {prefix}scale, the `units` in the file's metadata"
+        for name, what, prefix, levels in parts
+    )
 
 
 def _ends(core: Denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -202,8 +202,9 @@ def _check_targets(target: Path, path: str | None, spec: DataSpec, numbers: Sequ
         check_path(Path(path), spec)
         if Path(path).resolve() == target.resolve():
             raise InputError(f"path={path} names the file of the samples: give another")
-        if Path(path).resolve().parent == target.resolve():
-            raise InputError(f"path={path} lies in the folder of the samples, out={target}: give another place")
+        place = Path(path).resolve()
+        if place.parent == target.resolve() and place in {sample_file(target, k).resolve() for k in numbers}:
+            raise InputError(f"path={path} names the file of a sample in out={target}: give another")
 
 
 def _draw(
@@ -383,9 +384,9 @@ def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: di
     picture = ".png" if has_picture(spec) else ".npz"
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else picture
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
-    of_texts = spec.encoding is not None  # of which file_word leaves out marks and spaces
-    given = "_".join(f"{name}-{short_hash(word)}" if of_texts and name != word else name
-                     for word, name in zip(words, map(file_word, words), strict=True))
+    if spec.encoding is not None:  # a prompt, of which file_word leaves out marks and spaces
+        words += [short_hash(f"{given.get('inpaint')} {given.get('mask')}")] * (given.get("inpaint") is not None)
+    given = "_".join(map(file_word, words))
     words = [given if len(given) <= _LONGEST else f"{given[:_LONGEST]}_{short_hash(given)}"] if given else []
     numbers = f"{asked.start}-{asked.start + asked.n - 1}"
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{asked.seed}", numbers, *words]) + suffix)

@@ -323,15 +323,15 @@ def targets(out: Path | None, folder: Path, stem: str, texts: Sequence[str], tak
 
 
 def _words(text: str) -> str:
-    """The beginning of a text for a file name; if there is more of it, a hash of the whole.
+    """The beginning of a text for a file name; if it is more than words and a full stop, a hash of the whole.
 
     Example:
-        >>> _words("Turn right!"), _words("Turn right, at 130 Prospect Street!")
+        >>> _words("Turn right."), _words("Turn right, at 130 Prospect Street!")
         ('turn-right', 'turn-right-at-130-prospect-83d68f8d')
     """
     kept = "".join(c if c.isalnum() else " " for c in text.lower()).split()
     name = "-".join(kept[:5])[:40] or "text"
-    return name if name == "-".join(kept) else f"{name}-{short_hash(text)}"
+    return name if name == "-".join(text.lower().removesuffix(".").split()) else f"{name}-{short_hash(text)}"
 
 
 def stream_texts(

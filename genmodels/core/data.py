@@ -434,15 +434,15 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:
     copies = len(rows) - len(rows.unique(dim=0))
     if copies > 0.01 * len(rows):
         raise InputError(f"{copies} of {len(rows)} rows are copies of others: drop them, or add noise")
-    if len(rows) > rows.shape[1]:
-        require_independent(rows, names)
+    if len(rows) > rows.shape[1] and (involved := dependent_columns(rows, names)):
+        raise InputError(f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add noise")
 
 
-def require_independent(x: Tensor, names: Sequence[str]) -> None:
-    """Raise InputError naming columns of x (N, D) that depend on each other linearly."""
+def dependent_columns(x: Tensor, names: Sequence[str]) -> list[str]:
+    """The names of columns of x (N, D), none constant, that depend on each other linearly; none, if none do."""
     centred = (x - x.mean(0)).to(torch.float64)
     scaled = centred / centred.norm(dim=0)
     values, vectors = torch.linalg.eigh(scaled.T @ scaled)
-    if float(values[0]) < 1e-10 * float(values[-1]):
-        involved = [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]
-        raise InputError(f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add noise")
+    if float(values[0]) >= 1e-10 * float(values[-1]):
+        return []
+    return [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]

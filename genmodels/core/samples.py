@@ -141,9 +141,6 @@ class SamplingOptions:
             raise InputError("inpainting (known) and edit exclude each other: leave one out")
         if (self.known is None) != (self.keep is None):
             raise InputError("known needs keep, the mask of where it holds: give both")
-        if self.guidance not in (0, 1) and self.cond is None and (self.known is not None or self.edit is not None):
-            raise InputError("guidance leads to a class, and an item that is inpainted or edited has none by itself: "
-                             "give cond, or leave guidance out")
         if self.guidance == 0 and self.cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
         none_or_at_least(1, max_frames=self.max_frames)
@@ -170,6 +167,11 @@ class SamplingOptions:
                 raise InputError(f"{key} holds values from {low:g} to {high:g}, and the data are integers from 0 to "
                                  f"{levels - 1}")
 
+    @property
+    def from_item(self) -> bool:
+        """Whether samples start from an item that is inpainted or edited."""
+        return self.known is not None or self.edit is not None
+
     def with_default(self, **values: Any) -> SamplingOptions:
         """The same, with these values where there is None."""
         missing = {key: value for key, value in values.items() if getattr(self, key) is None}
@@ -179,6 +181,19 @@ class SamplingOptions:
 #: Options that have no effect without one of these.
 _PARTNERS = {"inpaint": ("mask", "text"), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
              "chunk": ("stream",), "frames": ("path", "interpolate")}
+
+
+def require_guidance(options: SamplingOptions, num_classes: int | None, has_null_class: bool) -> None:
+    """Raise InputError for guidance of a model that cannot be guided, or towards no class."""
+    if options.guidance == 1:
+        return
+    if num_classes is None:
+        raise InputError("guidance needs a model with classes: leave it out")
+    if not has_null_class:
+        raise InputError("guidance needs a model trained with model.cond_drop above 0, not with cond_drop=0")
+    if options.guidance != 0 and options.cond is None and options.from_item:
+        raise InputError("guidance leads to a class, and an item that is inpainted or edited has none by itself: "
+                         "give cond, or leave guidance out")
 
 
 def require_events(options: SamplingOptions, shape: tuple[int, ...]) -> None:

@@ -169,7 +169,8 @@ def dynamic(x0: Tensor, mask: Tensor | None = None, *, percentile: float = 0.995
         s = torch.quantile(x0.flatten(1).abs(), percentile, dim=1)
     else:
         s = torch.nanquantile(x0.masked_fill(~spread(mask, x0), math.nan).flatten(1).abs(), percentile, dim=1)
-    s = s.nan_to_num(1.0).clamp(min=1).reshape(-1, *[1] * (x0.dim() - 1))
+        s = torch.where(mask.flatten(1).any(1), s, 1.0)
+    s = s.clamp(min=1).reshape(-1, *[1] * (x0.dim() - 1))
     return x0.clamp(-s, s) / s
 
 

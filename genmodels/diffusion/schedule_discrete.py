@@ -172,7 +172,7 @@ class ZeroTerminalSchedule(NoiseSchedule):
         return self.base.time_of(torch.where(log_snr >= self.first_log_snr, log_snr, base))
 
 
-rescale_zero_terminal = ZeroTerminalSchedule  #: its name in the literature
+rescale_zero_terminal = ZeroTerminalSchedule  #: as a function of a schedule
 
 SCHEDULES: dict[str, type[NoiseSchedule]] = {
     "linear": LinearSchedule,

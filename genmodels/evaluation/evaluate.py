@@ -362,7 +362,7 @@ def _given(request: Request) -> list[tuple[str, str, str]]:
         (" and ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("chains and densities", "chains", "energies of three or more dimensions, others take the sum over a grid",
          bool({"chains", "densities"} & set(request.partition))),
-        ("importance_samples", "importance_samples", "flows and energies with a likelihood of integers",
+        ("importance_samples", "importance_samples", "flows and energies of integers, and energies of tables with gaps",
          request.importance_samples is not None),
         (f"bound={request.bound}", request.bound, "models that have this bound", request.bound not in ("auto", "both")),
         ("rank=across", "several", "a table of several models", request.rank == "across"),

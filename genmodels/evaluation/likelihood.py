@@ -32,7 +32,7 @@ from genmodels.evaluation.report import (
     notes_on,
 )
 from genmodels.models.checkpoint import weights_of
-from genmodels.models.density import extent_of, is_of_noisy_data, midpoints, needs_class, on_grid
+from genmodels.models.density import extent_of, has_gaps, is_of_noisy_data, midpoints, needs_class, on_grid
 from genmodels.plots.images import truth_of
 
 _AUTO_BUDGET = 100_000  # network evaluations of `draws=auto`, as far as 5 to 100 strata allow
@@ -91,10 +91,11 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         options |= chosen_partition(request.partition, opened.limited)
     if "importance_samples" in known:
         # An exact density needs no importance samples.
-        several = model.spec.levels and not is_of_noisy_data(model)
+        drawn = bool(model.spec.levels) or has_gaps(model)
+        several = drawn and not is_of_noisy_data(model)
         counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if several else [1]
-        lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
-                       options | {"importance_samples": k}) for k in counts]
+        lines += [Line(f"K = {k}" if drawn else "exact", "log_likelihood", options | {"importance_samples": k})
+                  for k in counts]
     if model.has_ode_likelihood:
         scalars, vectors = opened.items * model.spec.dims, len(model.spec.event_shape) == 1
         if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
@@ -357,7 +358,7 @@ def _label(likelihood: Likelihood, label: str) -> str:
         return "annealed importance sampling" + (f", {label}" if label.startswith("K") else "")
     if likelihood.kind == "unnormalised":
         return "no likelihood"
-    if "log_z" in likelihood.made and (likelihood.kind == "exact" or label == "exact"):
+    if likelihood.kind == "exact" and "log_z" in likelihood.made:
         return "quadrature"
     return label or likelihood.kind
 
@@ -430,11 +431,12 @@ class LikelihoodStage:
         """The density in the plane by the first line that has one, the true density, and the data."""
         opened, arrays = self.state.opened, self.state.arrays
         number, kind = next(((k, one.kind) for k, one in enumerate(self.state.report.likelihood)
-                             if one.kind in ("exact", "ode") and not needs_class(opened.model)), (None, ""))
+                             if (one.kind in ("exact", "ode") or (one.kind == "lower_bound" and has_gaps(opened.model)))
+                             and not needs_class(opened.model)), (None, ""))
         if number is None or self.state.request.limit not in (None, "all") or opened.limited:
             return
         line, points = self.lines[number], opened.evaluated(2000).x
-        extent, size = extent_of(points), _GRID if kind == "exact" else _GRID // 2
+        extent, size = extent_of(points), _GRID // 2 if kind == "ode" else _GRID
 
         def compute() -> dict:
             found = on_grid(opened.model, extent, size, method=line.method, **line.options)

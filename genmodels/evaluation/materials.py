@@ -106,7 +106,7 @@ def material(
     if "inpaint" not in batches:
         return found, []
     known, mask = batches["inpaint"].x[0], str(named["mask"])
-    numbered = isinstance(named["inpaint"], Integral) or (spec.encoding is None and named["inpaint"].isdigit())
+    numbered = isinstance(named["inpaint"], Integral) or (spec.encoding is None and str(named["inpaint"]).isdigit())
     inpainted = f"item {named['inpaint']}" if numbered else named["inpaint"]
     if text is not None:
         return rewritten(model, batches["inpaint"], text, found, inpainted, weights)

@@ -28,6 +28,12 @@ def is_flow(model: GenerativeModel) -> bool:
     return hasattr(getattr(model.core, "flow", None), "bijection")
 
 
+def has_gaps(model: GenerativeModel) -> bool:
+    """Whether the model is of a table whose columns of few values are filled with noise, so that values are bounds."""
+    gap = getattr(getattr(model, "encoding", None), "gap", None)
+    return gap is not None and bool(gap.any())
+
+
 def is_diffusion(model: GenerativeModel) -> bool:
     """Whether the model is a diffusion with a bound: its core has a `schedule`, and it has an `elbo`.
 

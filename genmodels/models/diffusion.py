@@ -16,7 +16,7 @@ from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import KeyedGenerator
-from genmodels.core.samples import Samples, SamplingOptions, Trajectory, require_events
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory, require_events, require_guidance
 from genmodels.core.tensors import event_size, event_sum, hide
 from genmodels.diffusion import (
     SAMPLERS,
@@ -333,7 +333,8 @@ class DiffusionModel(GenerativeModel):
         made |= {"weights": str(options.weights), "temperature": options.temperature}
         made |= {"clip": self.sampler.threshold(options) or "none"}
         made |= {"guidance": options.guidance} if options.guidance != 1 else {}
-        made |= {key: value for key in ("guidance_rescale", "guidance_interval") if (value := getattr(options, key))}
+        made |= {"guidance_rescale": options.guidance_rescale} if options.guidance_rescale else {}
+        made |= {"guidance_interval": list(options.guidance_interval)} if options.guidance_interval is not None else {}
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_events(self, options: SamplingOptions) -> None:
@@ -351,15 +352,10 @@ class DiffusionModel(GenerativeModel):
 
     def _labels(self, options: SamplingOptions, index: Tensor) -> Tensor | None:
         """The labels of the samples; None for samples without a class."""
-        guidance, cond = options.guidance, options.cond
-        if guidance != 1 and self.num_classes is None:
-            raise InputError("guidance needs a model with classes: leave it out")
-        if guidance != 1 and not self.has_null_class:
-            raise InputError("guidance needs a model trained with model.cond_drop above 0, not with cond_drop=0")
-        from_item = options.known is not None or options.edit is not None
-        if guidance == 0 or (cond is None and from_item and self.has_null_class):
+        require_guidance(options, self.num_classes, self.has_null_class)
+        if options.guidance == 0 or (options.cond is None and options.from_item and self.has_null_class):
             return None
-        return self.labels(cond, index)
+        return self.labels(options.cond, index)
 
     def _shape_of(self, size: list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
         """The event shape for a size."""

@@ -32,6 +32,7 @@ from genmodels.energy import (
 )
 from genmodels.models.base import Loss
 from genmodels.models.build import construct
+from genmodels.models.density import has_gaps
 from genmodels.models.energy_sampling import (
     SAMPLERS,
     Normaliser,
@@ -255,7 +256,7 @@ class EnergyModel(ScoreMatched):
             rows: most rows in one pass through the network.
         """
         at_least(1, importance_samples=importance_samples, chains=chains, densities=densities)
-        if self.encoding.gap is None:  # else noise fills the gaps between real numbers too
+        if not has_gaps(self):
             check_importance_samples(importance_samples, self.spec)
         core, found = self.weights(weights), self.normaliser(weights, seed, normaliser, chains, densities)
         index = batch.item_index
@@ -268,8 +269,7 @@ class EnergyModel(ScoreMatched):
                 draws.append(values + volume.double() - found.log_z)
         nats, stderr = log_mean_exp(torch.stack(draws, 1))
         made = dict(found.made)
-        gaps = self.encoding.gap is not None and bool(self.encoding.gap.any())
-        if gaps or self.spec.levels is not None:
+        if (gaps := has_gaps(self)) or self.spec.levels is not None:
             made |= {"importance_samples": importance_samples, "dequantisation": "uniform" + " within gaps" * gaps}
         made |= {"weights": str(weights), "seed": seed}
         kind = "lower_bound" if found.kind == "exact" and "dequantisation" in made else found.kind

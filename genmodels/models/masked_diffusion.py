@@ -14,7 +14,7 @@ from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator, uniform
-from genmodels.core.samples import Samples, SamplingOptions, Trajectory, require_events
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory, require_events, require_guidance
 from genmodels.diffusion.denoiser import TokenDenoiser
 from genmodels.diffusion.masked import (
     MASKINGS,
@@ -161,9 +161,8 @@ class MaskedDiffusionModel(GenerativeModel):
     def _conditioned(self, options: SamplingOptions, index: Tensor) -> tuple[Tensor | None, Predictor]:
         """The labels of the samples (None without a class), and the network with guidance."""
         core, scale = self.weights(options.weights), options.guidance
-        if scale != 1 and not self.has_null_class:
-            raise InputError("guidance needs a model with classes that was trained with model.cond_drop above 0")
-        if self.has_null_class and options.cond is None and (scale == 0 or options.known is not None):
+        require_guidance(options, self.num_classes, self.has_null_class)
+        if self.has_null_class and options.cond is None and (scale == 0 or options.from_item):
             return None, core
         if scale == 1:
             return self.labels(options.cond, index), core

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, DataSpec, require_independent, require_spread
+from genmodels.core.data import Batch, DataSpec, dependent_columns, require_spread
 from genmodels.core.errors import InputError, RunError, check_number, only_for
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -89,7 +89,12 @@ class Encoding(nn.Module):
         self.location.copy_(location)
         self.scale.copy_(std)
         if self.rotation is not None:
-            require_independent(y, self.spec.names_of_columns)
+            if len(y) <= y.shape[1]:
+                raise InputError(f"{self.spec.name} has {len(y)} training rows for {y.shape[1]} columns: whitening=pca "
+                                 "needs more rows than columns")
+            if involved := dependent_columns(y, self.spec.names_of_columns):
+                raise InputError(f"{self.spec.name}: columns {', '.join(involved)} depend on each other linearly: "
+                                 "leave one out")
             values, vectors = torch.linalg.eigh(torch.cov(((y - location) / std).T).reshape(len(std), -1))
             self.rotation.copy_(vectors / values.sqrt())
 

@@ -32,7 +32,7 @@ def schema() -> dict:
             found = super().union_schema(schema)
             if any("$ref" in choice for choice in found.get("anyOf", [])):
                 for choice in found["anyOf"]:
-                    if choice == {"type": "object", "additionalProperties": True}:
+                    if choice | {"additionalProperties": True} == {"type": "object", "additionalProperties": True}:
                         choice["maxProperties"] = 0  # of a stage that was not run
             return found
 

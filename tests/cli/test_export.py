@@ -162,7 +162,7 @@ def test_what_each_family_gives():
     }
     assert [graph.outputs for graph in found["mean_flow"]] == [("velocity",)]
     assert list(found["mean_flow"][0].inputs) == ["x", "t", "until", "cond"]
-    assert found["mean_flow"][0].meaning.endswith("x0 = 2 level / 16 - 1")
+    assert found["mean_flow"][0].meaning.endswith("x0 = 2 level / 16 - 1 of the data")
     assert [graph.outputs for graph in found["masked"]] == [("log_p",)]
     assert [graph.outputs for graph in found["tts"]] == [("frames",), ("mel",)]
     assert [graph.outputs for graph in found["mixture"]] == [("z", "log_p")]
@@ -170,6 +170,18 @@ def test_what_each_family_gives():
         for graph in graphs:
             with torch.no_grad():
                 assert graph.module.eval()(*graph.inputs.values())[0].isfinite().all()
+
+
+def test_a_flow_between_two_data_sets_has_the_units_of_both(tmp_path):
+    spec = DataSpec("from_a_to_b", (2,), source={"name": "a", "levels": None})
+    model = FlowMatchingModel(spec, net={"hidden": 8, "depth": 1}).eval()
+    for k, name in enumerate(("location", "scale", "source_location", "source_scale")):
+        getattr(model, name).fill_(k + 1.0)
+    said = export(model, model.header(), tmp_path / "n.pt2")[0]
+    assert "x0 = (data - location) / scale" in said and "eps = (source - source_location) / source_scale" in said
+    torch.export.load(tmp_path / "n.pt2", extra_files=(held := {"genmodels.json": ""}))
+    assert json.loads(held["genmodels.json"])["units"] == {
+        "location": [1.0, 1.0], "scale": [2.0, 2.0], "source_location": [3.0, 3.0], "source_scale": [4.0, 4.0]}
 
 
 def test_what_cannot_be_exported_says_why(tmp_path):

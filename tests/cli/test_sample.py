@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import genmodels as gm
 from genmodels.cli.main import main
 from genmodels.cli.sample import default_target, run
 from genmodels.core.data import DataSpec
@@ -77,6 +78,8 @@ def test_a_picture_file_is_an_item_too(folder):
         run(ckpt=str(folder), edit=named, strength=0.3, n=2, seed=4, out=str(place))
     first, second = (np.load(place)["x"] for place in out)
     assert (first == second).all() and np.abs(first.astype(int) - item(5)[None]).mean() < 8
+    model = gm.load(folder)
+    model.sample(1, inpaint=folder / "five.png", mask=str(folder / "mask.png"), steps=2, rounds=1, progress=False)
 
 
 def test_samples_are_addressable(folder):
@@ -127,7 +130,7 @@ def test_the_strip_between_pictures_of_long_names_has_a_short_one(folder, capsys
         ({"interpolate": [3, 17], "guidance": 2.0}, "leave out guidance"),
         ({"interpolate": [3, 17], "path": "a.gif"}, "leave out path"),
         ({"path": "a.png", "out": "./a.png"}, "path=a.png names the file of the samples"),
-        ({"path": "new/000001.png", "out": "new"}, "path=new/000001.png lies in the folder of the samples, out=new"),
+        ({"path": "new/000001.png", "out": "new"}, "path=new/000001.png names the file of a sample in out=new"),
         ({"edit": 3, "guidance": 2.0}, "guidance leads to a class, .*: give cond"),
     ],
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
 import torch
 
 from genmodels.core.errors import InputError
-from genmodels.core.samples import SamplingOptions, Trajectory, require_events
+from genmodels.core.samples import SamplingOptions, Trajectory, require_events, require_guidance
 
 
 def walk(frames: int, steps: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -47,8 +48,6 @@ def test_a_frame_is_made_only_where_it_is_wanted():
     ({"guidance_interval": [float("nan"), 3.0]}, r"two finite log-SNRs, the lower one first, got \[nan, 3.0\]"),
     ({"guidance_interval": [3.0, -3.0]}, "the lower one first"), ({"guidance_interval": [1.0]}, "two finite"),
     ({"path": -1}, "path is a number of frames, 0 for none, got -1"),
-    ({"edit": torch.zeros(1, 8, 8), "guidance": 2.0}, "guidance leads to a class, .*: give cond"),
-    ({"known": torch.zeros(8), "keep": torch.ones(8) > 0, "guidance": 0.5}, "guidance leads to a class, .*: give cond"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(wrong, said):
     with pytest.raises(InputError, match=said):
@@ -63,6 +62,19 @@ def test_a_mask_must_broadcast_to_the_event(keep):
         require_events(SamplingOptions(known=known, keep=torch.ones(keep) > 0), (1, 8, 8))
     with pytest.raises(InputError, match=re.escape("events are (1, 8, 8) here, got (8, 8)")):
         require_events(SamplingOptions(known=known[0], keep=torch.ones(8, 8) > 0), (1, 8, 8))
+
+
+@pytest.mark.parametrize("given, classes, null, said", [
+    ({"edit": torch.zeros(8), "guidance": 2.0}, 10, True, "guidance leads to a class, .*: give cond"),
+    ({"known": torch.zeros(8), "keep": torch.ones(8) > 0, "guidance": 0.5}, 10, True, "guidance leads to a class"),
+    ({"edit": torch.zeros(8), "guidance": 2.0}, None, False, "needs a model with classes: leave it out"),
+    ({"guidance": 2.0}, 10, False, "model.cond_drop above 0"), ({"guidance": 2.0}, 10, True, None),
+    ({"edit": torch.zeros(8), "guidance": 2.0, "cond": 3}, 10, True, None),
+    ({"edit": torch.zeros(8), "guidance": 0.0}, 10, True, None), ({"edit": torch.zeros(8)}, None, False, None),
+])  # fmt: skip
+def test_guidance_needs_a_class_and_a_model_without_one(given, classes, null, said):
+    with contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said):
+        require_guidance(SamplingOptions(**given), classes, null)
 
 
 def test_defaults_fill_what_was_not_asked_for():

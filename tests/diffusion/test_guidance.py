@@ -290,6 +290,7 @@ def test_statistics_are_those_of_the_valid_frames():
         mask[1] = False
         assert changed(x, t, cond, mask).x0.isfinite().all()
         mask[1, :, :4] = True
+    assert not THRESHOLDS["dynamic"](torch.full((2, 3, 7), math.inf), mask).isfinite().any()  # nothing is hidden
 
 
 def consistent(prediction, x, alpha, sigma):

@@ -352,7 +352,8 @@ BAD = [
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(50, 4) * torch.tensor([1.0, 1, 0, 1]))), "constant"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(300, 4).round())), "gaps=true"),
     (lambda: EnergyModel(TABLE, whitening="pca").initialize(Batch(torch.randn(50, 4)[:, [0, 1, 2, 1]])),
-     "columns 2, 4 depend on each other linearly"),
+     "table: columns 2, 4 depend on each other linearly: leave one out$"),
+    (lambda: EnergyModel(TABLE, whitening="pca").initialize(Batch(torch.randn(4, 4))), "has 4 training rows for 4 col"),
     (lambda: EnergyModel(TABLE, alpha=0.05), "alpha=0.05 is for integers"),
     (lambda: made("plane")[0].log_likelihood(batch_of(PLANE), importance_samples=2), "importance_samples=2 is for int"),
 ]
