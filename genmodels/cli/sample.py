@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
@@ -248,10 +252,12 @@ def _write_drawn(
 def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None:
     """Refuse places that cannot be written, or where files that are not known to be ours would be replaced.
 
-    These are the files next to `target` where it does not exist itself, and in a folder those of samples `numbers`.
+    These are `target` and the files next to it, and in a folder those of samples `numbers`.
     """
     check_writable("out", target)
     check_companions(target)
+    if target.is_file() and target.stat().st_size and not _says_how(target):
+        raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
     ending = ".txt" if spec.encoding is not None else ".wav" if spec.mel is not None else ".png"
     if target.suffix or not target.is_dir():
         return
@@ -265,6 +271,19 @@ def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None
         if any(number in span for number in numbers) and not (span[0] in numbers and span[-1] in numbers):
             raise InputError(f"{file} says how samples {span[0]} to {span[-1]} were made, of which only some would be "
                              "replaced: draw all of them, or name another folder by out=")
+
+
+def _says_how(file: Path) -> bool:
+    """Whether a file holds samples with a record of how they were made."""
+    if file.suffix.lower() == ".png":
+        return bool(made_of(file))
+    try:
+        if file.suffix.lower() == ".npz":
+            with np.load(file) as held:
+                return "made" in held.files
+        return {"seed", "index"} & set(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))) != set()
+    except (OSError, ValueError, TypeError, BadZipFile):
+        return False
 
 
 def _not_default(options: dict, named: dict, ema: bool | float) -> dict:
@@ -381,7 +400,8 @@ def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: di
 
     The name contains all options, so that no other samples are overwritten.
     """
-    picture = ".png" if has_picture(spec) else ".npz"
+    whole = has_picture(spec) and not (spec.is_image and spec.event_shape[0] not in (1, 3))
+    picture = ".png" if whole else ".npz"
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else picture
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
     if spec.encoding is not None:  # a prompt, of which file_word leaves out marks and spaces

@@ -13,15 +13,17 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError, an
 from genmodels.core.files import kind_of, read_text
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.image_folder import fitted
 from genmodels.data.text import to_bytes
+from genmodels.flows.bases import ClassNormal, DiagonalNormal
 from genmodels.models.build import build
 from genmodels.models.checkpoint import data_options
+from genmodels.models.density import is_flow
 from genmodels.models.mels import alone, even_lengths
 from genmodels.speech.text import Symbols, ready
 
@@ -296,8 +298,12 @@ def read_mask(name: str, spec: DataSpec, key: str) -> Tensor:
 def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
     if not (spec.is_image and spec.levels):
         raise InputError(f"{key}={path}: a file is for models of images; name an item of the test split by its number")
-    pixels = _pixels(path, spec, "L" if spec.event_shape[0] == 1 else "RGB", key).permute(2, 0, 1)
-    return (pixels * ((spec.levels - 1) / 255)).round().to(torch.uint8)
+    channels = spec.event_shape[0]
+    if channels not in (1, 3):
+        raise InputError(f"{key}={path}: a picture has 1 or 3 channels, and items here have {channels}: name an item "
+                         "of the test split by its number")
+    pixels = _pixels(path, spec, "L" if channels == 1 else "RGB", key).permute(2, 0, 1)
+    return (pixels * ((spec.levels - 1) / 255)).round().to(torch.uint8 if spec.levels <= 256 else torch.int64)
 
 
 def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
@@ -322,9 +328,10 @@ def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
 def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -> Tensor:
     """Items whose latents lie between those of two items, `(frames, *event)`, including both.
 
-        z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
+        z(w) = m + ((1 - w) (z_0 - m) + w (z_1 - m)) / sqrt((1 - w)^2 + w^2)
 
-    Items of different classes are interpolated without a class, if the model has a null class.
+    where m is the mean of a flow's Gaussian base, 0 for other models. Items of different classes are interpolated
+    without a class, if the model has a null class.
 
     Arguments:
         model: a model with `latents` and `from_latents`.
@@ -346,5 +353,10 @@ def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -
             raise InputError(f"interpolate: this model always needs a class, and {wrong}: choose two items of one "
                              "class of the test split, by number")
     latents = model.latents(ends, weights)
-    between = latents.rows(slice(0, 1)).interpolate(latents.rows(slice(1, 2)), torch.linspace(0, 1, frames))
-    return model.from_latents(between, cond, weights)
+    shapes, mean = [scale.shape[1:] for scale in latents.scales], torch.zeros_like(latents.flatten()[0])
+    base = model.weights(weights).flow.base if is_flow(model) else None
+    if isinstance(base, DiagonalNormal | ClassNormal) and None not in base.event_shape:
+        mean = (base.mean if isinstance(base, DiagonalNormal) else base.mean[cond[0]]).flatten()
+    one, other = (Latents.unflatten((z - mean)[None], shapes) for z in latents.flatten())
+    between = one.interpolate(other, torch.linspace(0, 1, frames)).flatten() + mean
+    return model.from_latents(Latents.unflatten(between, shapes), cond, weights)

@@ -227,7 +227,7 @@ def check_target(target: Path, spec: DataSpec) -> str:
     if suffix == ".csv" and len(spec.event_shape) != 1:
         raise InputError(f"samples of shape {spec.event_shape} are no table: use out=samples.npz")
     picture = spec.is_image or spec.mel is not None or (suffix == ".png" and spec.event_shape == (2,))
-    if suffix in (".png", "") and not picture:
+    if suffix in (".png", "") and (not picture or (spec.is_image and spec.event_shape[0] not in (1, 3))):
         raise InputError(f"samples of shape {spec.event_shape} are not pictures: use out=samples.npz")
     return suffix
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import at_least, one_of
+from genmodels.core.errors import at_least, one_of, only_for
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, TokenSplit, couple
@@ -155,8 +155,8 @@ def realnvp_image(
     check_heads(attention, heads, 4)
     if isinstance(layout, str) or not all(isinstance(part, str) for part in layout):
         raise ValueError(f"layout is a list of parts such as [checkerboard*4], got {layout!r}")
-    if dropout and net != "residual":
-        raise ValueError(f"dropout is for residual networks, net is {net}")
+    if net != "residual":
+        only_for(f"residual networks, and net is {net}", dropout=(dropout, 0.0))
     groups = sum("*" in part for part in layout)
     if groups == 0:
         raise ValueError(f"layout holds no couplings: {list(layout)}; add checkerboard*n or channel*n")

@@ -14,7 +14,7 @@ from PIL import Image
 
 import genmodels as gm
 from genmodels.cli.main import main
-from genmodels.cli.sample import default_target, run
+from genmodels.cli.sample import check_replaced, default_target, run
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.samples import SamplingOptions
@@ -195,6 +195,33 @@ def test_many_options_make_no_name_that_is_too_long(tmp_path):
         {"guidance": 2.5}, options | {"cond": list(range(99))}, options | {"cond": list(range(1, 100))}))
     assert short.name == "best_seed0_0-3_guidance-2.5.png" and long.name != other.name
     assert max(len(long.name), len(other.name)) < 180
+
+
+@pytest.mark.parametrize("name", ["mine.npz", "mine.png"])
+def test_a_file_of_something_else_is_not_replaced(folder, name):
+    place = folder / name
+    np.savez(folder / "mine.npz", x=np.zeros(3))
+    Image.new("L", (4, 4)).save(folder / "mine.png")
+    before = place.read_bytes()
+    with pytest.raises(InputError, match=f"{name} exists, is no file of samples and would be replaced"):
+        run(ckpt=str(folder), n=1, steps=2, out=str(place))
+    assert place.read_bytes() == before
+    place.unlink()
+    for _ in range(2):  # one's own are
+        run(ckpt=str(folder), n=1, steps=2, out=str(place))
+    (folder / "mine.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="mine.csv exists, is no file of samples"):
+        check_replaced(folder / "mine.csv", DataSpec("table", (2,)), [0])
+    (folder / "mine.json").write_text('{"index": "0-1"}')
+    check_replaced(folder / "mine.csv", DataSpec("table", (2,)), [0])
+
+
+def test_samples_of_four_channels_are_arrays(tmp_path):
+    spec, asked = DataSpec("four", (4, 8, 8), levels=256), SamplingOptions(n=4)
+    assert default_target(tmp_path / "best.ckpt", asked, spec, {}).suffix == ".npz"
+    for name in ("x.png", "x"):
+        with pytest.raises(InputError, match=r"samples of shape \(4, 8, 8\) are not pictures"):
+            check_target(tmp_path / name, spec)
 
 
 def test_texts_that_differ_by_a_mark_have_names_of_their_own(tmp_path):

@@ -9,11 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.data import Batch, DataSpec, Latents, TextCondition
+from genmodels.core.errors import InputError
 from genmodels.data.image_folder import decode
 from genmodels.data.text import to_bytes, to_text
 from genmodels.data.vision import Digits
-from genmodels.evaluation.materials import _speech_options, read_items, read_mask, read_range, template
+from genmodels.evaluation.materials import _speech_options, interpolate, read_items, read_mask, read_range, template
+from genmodels.models.normalizing_flows import Glow
 from genmodels.models.text_model import TextReader
 from genmodels.plots.images import images_of
 from genmodels.speech.text import CHARACTERS
@@ -39,6 +41,31 @@ def test_pictures_are_read_as_in_training(tmp_path, make):
     make().save(file)
     expected = (decode(file, 8, 1).double() * 16 / 255).round().to(torch.uint8)
     assert torch.equal(read_items([str(file)], None, Digits().prepare().spec, "edit").x[0], expected)
+
+
+def test_a_picture_becomes_levels_beyond_a_byte(tmp_path):
+    Image.new("L", (8, 8), 200).save(tmp_path / "grey.png")
+    deep = DataSpec("deep", (1, 8, 8), levels=1024)
+    assert read_items([str(tmp_path / "grey.png")], None, deep, "edit").x.unique().tolist() == [round(200 * 1023 / 255)]
+    with pytest.raises(InputError, match="a picture has 1 or 3 channels, and items here have 4: name an item"):
+        read_items([str(tmp_path / "grey.png")], None, DataSpec("four", (4, 8, 8), levels=256), "edit")
+
+
+@pytest.mark.parametrize("base", ["diagonal", "class"])
+def test_latents_are_mixed_about_the_mean_of_the_base(base):
+    """Half-way between two draws of the base is a draw of the base: of its mean, and of its distance to it."""
+    model = Glow(SPEC, steps=1, hidden=8, class_conditional=base == "class", base=base).eval()
+    model.initialize(Batch(torch.randint(0, 17, (32, 1, 8, 8)), torch.arange(32) % 10))
+    mean = model.core.flow.base.mean
+    with torch.no_grad():
+        mean.copy_(3 + torch.randn(mean.shape, generator=torch.Generator().manual_seed(0)))
+    mean = (mean if base == "diagonal" else mean[4]).flatten().detach()
+    seen = {}
+    model.latents = lambda ends, weights: Latents((mean + torch.eye(64)[:2],))
+    model.from_latents = lambda between, cond, weights: seen.update(z=between.flatten())
+    interpolate(model, Batch(torch.zeros(2, 1, 8, 8), torch.tensor([4, 4])), 3, "raw")
+    half = (torch.eye(64)[0] + torch.eye(64)[1]) / 2**0.5
+    torch.testing.assert_close(seen["z"] - mean, torch.stack([torch.eye(64)[0], half, torch.eye(64)[1]]))
 
 
 def test_numbers_are_items_of_the_test_split_with_their_labels():
