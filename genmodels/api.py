@@ -30,7 +30,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, require_partners
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.materials import data_of, material
-from genmodels.evaluation.samples import draw, write_path, write_samples
+from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.plots.images import has_picture, picture_of, show
@@ -85,6 +85,7 @@ class Samples(core.Samples):
         from genmodels.cli.sample import check_replaced
 
         out = Path(out).expanduser()
+        check_target(out, self.spec)
         check_replaced(out, self.spec, self.index.tolist())
         write_samples(self, self.spec, out)
         return out

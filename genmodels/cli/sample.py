@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -134,8 +135,9 @@ def run(
         raise InputError(f"{unused[0]} is for text-to-speech models: {given.kind}")
     given_options = _not_default(options, named, ema)
     target = Path(out) if out is not None else default_target(given.place, asked, spec, given_options)
-    _check_targets(target, path, spec, range(asked.start, asked.start + asked.n))
-    if interpolate is not None:
+    if interpolate is None:
+        _check_targets(target, path, spec, range(asked.start, asked.start + asked.n))
+    else:
         _check_alone(asked, given_options | {"path": path})
         print(*strip(given, interpolate, frames or _FRAMES, ema, Path(out) if out else None), sep="\n")
         return
@@ -281,8 +283,9 @@ def _says_how(file: Path) -> bool:
         if file.suffix.lower() == ".npz":
             with np.load(file) as held:
                 return "made" in held.files
-        return {"seed", "index"} & set(json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))) != set()
-    except (OSError, ValueError, TypeError, BadZipFile):
+        about = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+        return isinstance(about, dict) and re.fullmatch(r"\d+-\d+", str(about.get("index"))) is not None
+    except (OSError, ValueError, AttributeError, BadZipFile):
         return False
 
 
@@ -384,6 +387,11 @@ def strip(given: _Trained, ends: list, frames: int, ema: bool | float, target: P
     """
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
+    if not has_picture(given.model.spec):
+        raise InputError(f"interpolate draws a strip of pictures, and samples of shape {given.model.spec.event_shape} "
+                         "are none")
+    if target is not None:
+        check_replaced(target, given.model.spec, ())
     sheet = between(given.model, ends, frames, ema, data_of(given.model, given.header, given.path, given.trust))
     if target is None:
         words = "-".join(file_word(str(end).replace(".", "-")) for end in ends)
@@ -400,8 +408,7 @@ def default_target(ckpt: Path, asked: SamplingOptions, spec: DataSpec, given: di
 
     The name contains all options, so that no other samples are overwritten.
     """
-    whole = has_picture(spec) and not (spec.is_image and spec.event_shape[0] not in (1, 3))
-    picture = ".png" if whole else ".npz"
+    picture = ".png" if has_picture(spec) else ".npz"
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else picture
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
     if spec.encoding is not None:  # a prompt, of which file_word leaves out marks and spaces

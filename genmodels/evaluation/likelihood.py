@@ -92,7 +92,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
     if "importance_samples" in known:
         # An exact density needs no importance samples.
         drawn = bool(model.spec.levels) or has_gaps(model)
-        several = drawn and not is_of_noisy_data(model)
+        several = drawn and not is_of_noisy_data(model) and options.get("normaliser") != "none"
         counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if several else [1]
         lines += [Line(f"K = {k}" if drawn else "exact", "log_likelihood", options | {"importance_samples": k})
                   for k in counts]
@@ -431,12 +431,11 @@ class LikelihoodStage:
         """The density in the plane by the first line that has one, the true density, and the data."""
         opened, arrays = self.state.opened, self.state.arrays
         number, kind = next(((k, one.kind) for k, one in enumerate(self.state.report.likelihood)
-                             if (one.kind in ("exact", "ode") or (one.kind == "lower_bound" and has_gaps(opened.model)))
-                             and not needs_class(opened.model)), (None, ""))
+                             if one.kind in ("exact", "ode") and not needs_class(opened.model)), (None, ""))
         if number is None or self.state.request.limit not in (None, "all") or opened.limited:
             return
         line, points = self.lines[number], opened.evaluated(2000).x
-        extent, size = extent_of(points), _GRID // 2 if kind == "ode" else _GRID
+        extent, size = extent_of(points), _GRID if kind == "exact" else _GRID // 2
 
         def compute() -> dict:
             found = on_grid(opened.model, extent, size, method=line.method, **line.options)

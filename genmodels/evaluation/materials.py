@@ -20,10 +20,8 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.data.image_folder import fitted
 from genmodels.data.text import to_bytes
-from genmodels.flows.bases import ClassNormal, DiagonalNormal
 from genmodels.models.build import build
 from genmodels.models.checkpoint import data_options
-from genmodels.models.density import is_flow
 from genmodels.models.mels import alone, even_lengths
 from genmodels.speech.text import Symbols, ready
 
@@ -342,6 +340,8 @@ def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -
     Raises:
         InputError: for two classes and a model without a null class.
     """
+    from genmodels.flows.bases import ClassNormal, DiagonalNormal  # not needed to load a model
+
     cond = None
     if model.num_classes is not None:
         if ends.cond is not None and bool(ends.cond[0] == ends.cond[1]):
@@ -354,7 +354,7 @@ def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -
                              "class of the test split, by number")
     latents = model.latents(ends, weights)
     shapes, mean = [scale.shape[1:] for scale in latents.scales], torch.zeros_like(latents.flatten()[0])
-    base = model.weights(weights).flow.base if is_flow(model) else None
+    base = getattr(getattr(model.weights(weights), "flow", None), "base", None)
     if isinstance(base, DiagonalNormal | ClassNormal) and None not in base.event_shape:
         mean = (base.mean if isinstance(base, DiagonalNormal) else base.mean[cond[0]]).flatten()
     one, other = (Latents.unflatten((z - mean)[None], shapes) for z in latents.flatten())

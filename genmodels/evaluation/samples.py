@@ -197,11 +197,14 @@ def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str
 
 def made_of(path: Path) -> dict[str, str]:
     """How a picture of samples was made; empty for another file."""
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the pixels of a large grid are not read
     try:
         with Image.open(path) as image:
             return {str(k)[10:]: value for k, value in image.info.items() if str(k).startswith("genmodels.")}
-    except OSError:
+    except (OSError, ValueError):
         return {}
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def sample_file(target: Path, number: int) -> Path:
@@ -226,8 +229,7 @@ def check_target(target: Path, spec: DataSpec) -> str:
                          "(a folder of single PNGs)")
     if suffix == ".csv" and len(spec.event_shape) != 1:
         raise InputError(f"samples of shape {spec.event_shape} are no table: use out=samples.npz")
-    picture = spec.is_image or spec.mel is not None or (suffix == ".png" and spec.event_shape == (2,))
-    if suffix in (".png", "") and (not picture or (spec.is_image and spec.event_shape[0] not in (1, 3))):
+    if suffix in (".png", "") and (not has_picture(spec) or (suffix == "" and spec.event_shape == (2,))):
         raise InputError(f"samples of shape {spec.event_shape} are not pictures: use out=samples.npz")
     return suffix
 

@@ -167,7 +167,7 @@ def realnvp_image(
     def couplings(kind: str, count: int, channels: int, width: int) -> list[Bijection]:
         layers: list[Bijection] = []
         network = partial(NETS[net], hidden=width, depth=depth, cond=cond, attention=attention, heads=heads,
-                          **({"dropout": dropout} if dropout else {}))  # fmt: skip
+                          **({"dropout": dropout} if net == "residual" else {}))  # fmt: skip
         for number in range(count):
             split = _alternating(kind, channels, number)
             layers.append(couple(split, Affine(split.changed, scale=scale), network))

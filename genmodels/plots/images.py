@@ -159,8 +159,8 @@ def columns_for(cond: Sequence[int] | None, n: int) -> int | None:
 
 
 def has_picture(spec: DataSpec) -> bool:
-    """Whether `picture_of` draws samples of these data: images, mels and points in the plane."""
-    return spec.event_shape == (2,) or spec.is_image or spec.mel is not None
+    """Whether samples of these data are pictures: images of 1 or 3 channels, mels and points in the plane."""
+    return spec.event_shape == (2,) or spec.mel is not None or (spec.is_image and spec.event_shape[0] in (1, 3))
 
 
 def picture_of(

@@ -21,9 +21,9 @@ from genmodels.core.samples import SamplingOptions
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import SPLITS
 from genmodels.data.vision import Digits
-from genmodels.evaluation.samples import check_target, write_samples
+from genmodels.evaluation.samples import check_target, save_png, write_samples
 from genmodels.models.base import Samples
-from genmodels.plots.images import images_of
+from genmodels.plots.images import has_picture, images_of
 from tests.untrained import digits_ddpm, write
 
 
@@ -198,7 +198,7 @@ def test_many_options_make_no_name_that_is_too_long(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mine.npz", "mine.png"])
-def test_a_file_of_something_else_is_not_replaced(folder, name):
+def test_a_file_of_something_else_is_not_replaced(folder, name, tmp_path):
     place = folder / name
     np.savez(folder / "mine.npz", x=np.zeros(3))
     Image.new("L", (4, 4)).save(folder / "mine.png")
@@ -209,11 +209,14 @@ def test_a_file_of_something_else_is_not_replaced(folder, name):
     place.unlink()
     for _ in range(2):  # one's own are
         run(ckpt=str(folder), n=1, steps=2, out=str(place))
-    (folder / "mine.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match="mine.csv exists, is no file of samples"):
-        check_replaced(folder / "mine.csv", DataSpec("table", (2,)), [0])
-    (folder / "mine.json").write_text('{"index": "0-1"}')
-    check_replaced(folder / "mine.csv", DataSpec("table", (2,)), [0])
+        check_replaced(tmp_path / "mine.csv", DataSpec("table", (2,)), [0])
+    (tmp_path / "mine.json").write_text('{"index": [0], "columns": ["a"]}')
+    with pytest.raises(InputError, match="mine.csv exists, is no file of samples"):
+        check_replaced(tmp_path / "mine.csv", DataSpec("table", (2,)), [0])
+    (tmp_path / "mine.json").write_text('{"index": "0-1"}')
+    check_replaced(tmp_path / "mine.csv", DataSpec("table", (2,)), [0])
 
 
 def test_samples_of_four_channels_are_arrays(tmp_path):
@@ -222,6 +225,9 @@ def test_samples_of_four_channels_are_arrays(tmp_path):
     for name in ("x.png", "x"):
         with pytest.raises(InputError, match=r"samples of shape \(4, 8, 8\) are not pictures"):
             check_target(tmp_path / name, spec)
+    save_png(Image.new("L", (14000, 14000)), tmp_path / "own.png", {"index": "0-1"})  # beyond what Pillow opens
+    check_replaced(tmp_path / "own.png", DataSpec("digits", (1, 8, 8), levels=17), [0])
+    assert not has_picture(spec) and has_picture(replace(spec, event_shape=(3, 8, 8)))
 
 
 def test_texts_that_differ_by_a_mark_have_names_of_their_own(tmp_path):
