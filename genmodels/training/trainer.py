@@ -295,7 +295,7 @@ def steepest(rates: np.ndarray, losses: np.ndarray) -> float | None:
     noise of the smallest ones decides.
 
     Example:
-        >>> rates = np.logspace(-6, 0, 100)
+        >>> rates = np.logspace(-6, 0, 101)  # with 1e-3 in the middle
         >>> print(f"{steepest(rates, -np.tanh(np.log10(rates) + 3)):.1g}")
         0.001
     """

@@ -752,7 +752,7 @@ BAD = [
     ("ckpt=FLOW steps=0", 2, "steps must be at least 1"),
     ("ckpt=FLOW steps=3 stages=[fidelity]", 2, "steps is for models that are sampled in steps"),
     ("ckpt=FLOW importance_samples=0", 2, "importance_samples must be at least 1"),
-    ("ckpt=FLOW importance_samples=4", 2, "importance_samples is for flows and energies with a likelihood of integers"),
+    ("ckpt=FLOW importance_samples=4", 2, "importance_samples is for flows and energies of integers"),
     ("ckpt=FLOW chains=8", 2, "is for energies"),
     ("ckpt=FLOW draws=3", 2, "is for diffusion bounds"),
     ("ckpt=FLOW replicates=4", 2, "replicates is for diffusion bounds"),
