@@ -331,7 +331,7 @@ def _words(text: str) -> str:
     """
     kept = "".join(c if c.isalnum() else " " for c in text.lower()).split()
     name = "-".join(kept[:5])[:40] or "text"
-    return name if kept[:5] == text.lower().removesuffix(".").split() else f"{name}-{short_hash(text)}"
+    return name if name.split("-") == text.lower().removesuffix(".").split() else f"{name}-{short_hash(text)}"
 
 
 def stream_texts(

@@ -306,6 +306,10 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
             patched.setattr(model, "sample", None)  # it comes before the synthesis
             say(model, {}, tmp_path, {"text": ["One.", "Two."], **options}, **words)
     names = [p.name for p in targets(None, tmp_path, "best", ["One.", "Two."], range(2))]
+    long = "antidisestablishmentarianism honorificabilitudinitatibus"
+    alike = ["Hello world", "hello-world", "Hello world!", "one two three four five", "one two three four five six",
+             f"{long} a", f"{long} b"]
+    assert len({p.name.split("_", 2)[2] for p in targets(None, tmp_path, "best", alike, [0])}) == len(alike)
     assert names == ["best_0_one.wav", "best_1_two.wav", "best_0_take1_one.wav", "best_1_take1_two.wav"]
 
 
