@@ -235,23 +235,12 @@ class EDM(Parameterisation):
         sigma_data: s_d, the standard deviation of the data in the model's units.
 
     Source: Karras et al., "Elucidating the design space of diffusion-based generative models", 2022, table 1.
-
-    Example:
-        >>> c_skip, c_out, c_in = EDM().coefficients(torch.zeros(1, dtype=torch.float64))
-        >>> round(float(c_skip), 9), round(float(c_out), 9), round(float(c_in), 9)
-        (0.2, 0.447213595, 0.894427191)
     """
 
     name = "edm"
 
     def __init__(self, *, sigma_data: float = 0.5):
         self.sigma_data = positive("sigma_data", sigma_data)
-
-    def coefficients(self, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(c_skip, c_out, c_in) of the paper, functions of s = exp(-lambda/2)."""
-        squared, data = torch.exp(-log_snr), self.sigma_data
-        whole = squared + data**2
-        return data**2 / whole, data * torch.sqrt(squared / whole), 1 / torch.sqrt(whole)
 
     def _scales(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(alpha, sigma, r), shaped to multiply x."""

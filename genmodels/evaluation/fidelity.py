@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,69 +21,37 @@ class Distance(NamedTuple):
     error: float | None
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Mean and covariance of features.
-
-        m = sum x / n,   C = sum (x - m)(x - m)' / (n - 1)
-
-    Arguments:
-        count: n.
-        mean: (D,) float64.
-        scatter: (D, D) float64, (n - 1) C.
-
-    Example:
-        >>> Moments.of(torch.tensor([[0.0], [1.0], [5.0]])).covariance
-        tensor([[7.]], dtype=torch.float64)
-    """
-
-    count: int
-    mean: Tensor
-    scatter: Tensor
-
-    @classmethod
-    def of(cls, features: Tensor) -> Moments:
-        """The moments of features (n, D), n >= 1."""
-        if features.dim() != 2 or len(features) == 0:
-            raise InputError(f"features are (n, D) with n of at least 1, got {tuple(features.shape)}")
-        wide = features.detach().to(torch.float64)
-        mean = wide.mean(0)
-        centred = wide - mean
-        return cls(len(wide), mean, centred.T @ centred)
-
-    @property
-    def covariance(self) -> Tensor:
-        """C; needs two items."""
-        if self.count < 2:
-            raise InputError("a covariance needs at least 2 items")
-        return self.scatter / (self.count - 1)
+def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (D,) and covariance (D, D) in float64, the latter divided by n - 1."""
+    if features.dim() != 2 or len(features) < 2:
+        raise InputError(f"features are (n, D) with n of at least 2, got {tuple(features.shape)}")
+    wide = features.detach().double()
+    return wide.mean(0), torch.atleast_2d(torch.cov(wide.T))
 
 
-def frechet_distance(a: Tensor | Moments, b: Tensor | Moments) -> float:
+def frechet_distance(a: Tensor, b: Tensor) -> float:
     """The squared Wasserstein distance between Gaussians with the moments of two sets of features.
 
         |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))
 
     Arguments:
-        a, b: features (n, D), or their moments. The bias, upwards, depends on n: compare values of equal n only.
+        a, b: features (n, D), n of at least 2. The bias, upwards, depends on n: compare values of equal n only.
 
     Source: Dowson and Landau 1982; as a measure of samples Heusel et al. 2017.
 
     Example:
-        >>> mean = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)
-        >>> first = Moments(2, mean[0], torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64))
-        >>> second = Moments(2, mean[1], torch.tensor([[2.0, 0.0], [0.0, 0.5]], dtype=torch.float64))
-        >>> round(frechet_distance(first, second), 10)
-        2.3856102238
+        >>> x = torch.tensor([[0.0], [1.0], [5.0]])  # mean 2, variance 7
+        >>> round(frechet_distance(x, 3 * x), 9)  # 4^2 + (3 - 1)^2 7
+        44.0
     """
-    a, b = (x if isinstance(x, Moments) else Moments.of(x) for x in (a, b))
-    if a.mean.shape != b.mean.shape:
-        raise InputError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
+    (mean_a, covariance_a), (mean_b, covariance_b) = _moments(a), _moments(b)
+    if mean_a.shape != mean_b.shape:
+        raise InputError(f"features of {len(mean_a)} and of {len(mean_b)} dimensions cannot be compared")
     # tr (C1 C2)^(1/2) = tr (C1^(1/2) C2 C1^(1/2))^(1/2), whose argument is symmetric.
-    values, vectors = torch.linalg.eigh(a.covariance)
+    values, vectors = torch.linalg.eigh(covariance_a)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
-    middle = torch.linalg.eigvalsh(root @ b.covariance @ root).clamp(min=0).sqrt().sum()
-    squared = (a.mean - b.mean).square().sum() + a.covariance.trace() + b.covariance.trace() - 2 * middle
+    middle = torch.linalg.eigvalsh(root @ covariance_b @ root).clamp(min=0).sqrt().sum()
+    squared = (mean_a - mean_b).square().sum() + covariance_a.trace() + covariance_b.trace() - 2 * middle
     return max(0.0, float(squared))
 
 
@@ -105,17 +72,17 @@ def frechet_with_error(a: Tensor, b: Tensor) -> Distance:
         >>> abs(frechet_with_error(a, b).value - 8) < 3 * frechet_with_error(a, b).error < 2
         True
     """
-    first, second = Moments.of(a), Moments.of(b)
-    variance = (_influence(a, first, second).var() / len(a) + _influence(b, second, first).var() / len(b))
-    return Distance(frechet_distance(first, second), math.sqrt(variance))
+    value = frechet_distance(a, b)
+    return Distance(value, math.sqrt(_influence(a, b).var() / len(a) + _influence(b, a).var() / len(b)))
 
 
-def _influence(x: Tensor, own: Moments, other: Moments) -> Tensor:
+def _influence(x: Tensor, other: Tensor) -> Tensor:
     """(n,) the derivative of the distance by the weight of each row of x, up to a constant."""
-    root, inverse = _power(own.covariance, 0.5), _power(own.covariance, -0.5)
-    transport = inverse @ _power(root @ other.covariance @ root, 0.5) @ inverse
-    y = x.to(torch.float64) - own.mean
-    return 2 * y @ (own.mean - other.mean) + y.square().sum(1) - (y @ transport * y).sum(1)
+    (mean, covariance), (mean_other, covariance_other) = _moments(x), _moments(other)
+    root, inverse = _power(covariance, 0.5), _power(covariance, -0.5)
+    transport = inverse @ _power(root @ covariance_other @ root, 0.5) @ inverse
+    y = x.double() - mean
+    return 2 * y @ (mean - mean_other) + y.square().sum(1) - (y @ transport * y).sum(1)
 
 
 def _power(covariance: Tensor, power: float) -> Tensor:

@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
@@ -39,7 +40,6 @@ from genmodels.speech.measures import (
     mcd_mel13,
 )
 from genmodels.speech.recognition import (
-    ErrorBin,
     PocketSphinx,
     Recogniser,
     Recognition,
@@ -102,8 +102,7 @@ def speech_of(state: EvaluationState) -> SpeechFigures:
     return SpeechFigures(**found | {
         "alignment": shape and AlignmentShape(**shape),
         "pitch": (found["pitch"] and Pitch(**found["pitch"])) if audible else Skipped(_NO_PITCH),
-        "recognition": Recognition(**heard | {"curve": [ErrorBin.from_dict(part) for part in heard["curve"]]})
-        if heard else Skipped(reason),
+        "recognition": TypeAdapter(Recognition).validate_python(heard) if heard else Skipped(reason),
     })
 
 
@@ -144,8 +143,7 @@ def transcription_of(state: EvaluationState) -> Transcription:
     settings |= {} if request.lm is None else {"lm": hashlib.sha256(located(request.lm).read_bytes()).hexdigest()}
     done = state.once("transcription", settings, compute)
     state.arrays |= done["arrays"]
-    found = done["figures"]
-    return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
+    return TypeAdapter(Transcription).validate_python(done["figures"])
 
 
 def _recogniser(request: Request, text: dict) -> tuple[Recogniser | None, str]:

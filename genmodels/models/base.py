@@ -207,8 +207,12 @@ class GenerativeModel(OfLightning, nn.Module):
             there, here = (tuple(some[name].shape) if name in some else "absent" for some in (theirs, own))
             if there != here:
                 raise InputError(f"{name} has shape {there} there and {here} here: give the options of that model")
-        for core in (self.core, *(() if self.ema is None else self.ema.averages)):
+        for core in self.cores():
             core.load_state_dict(theirs)
+
+    def cores(self) -> list[nn.Module]:
+        """The core and its averages."""
+        return [self.core, *(() if self.ema is None else self.ema.averages)]
 
     def compiled_parts(self) -> list[nn.Module]:
         """The modules that `trainer.compile=true` compiles: the network, or the whole core."""
@@ -315,8 +319,7 @@ class GenerativeModel(OfLightning, nn.Module):
     def configure_model(self) -> None:
         """With `trainer.strategy=fsdp` shard weights, averages and the optimiser's state over the processes."""
         if self._device_mesh is not None:
-            averages = [] if self.ema is None else list(self.ema.averages)
-            shard(self.core, averages, self.sharded_networks(), self._device_mesh["data_parallel"])
+            shard(self.core, self.cores()[1:], self.sharded_networks(), self._device_mesh["data_parallel"])
 
     def on_validation_start(self) -> None:
         """Gather sharded averages during validation, in which processes have different numbers of batches."""

@@ -173,7 +173,7 @@ class EnergyModel(ScoreMatched):
         if len(z) < inducing:
             raise InputError(f"net.inducing={inducing} is more than the {len(z)} training items: set "
                              f"model.net.inducing={len(z)} or less")
-        for core in (self.core, *(self.ema.averages if self.ema is not None else ())):
+        for core in self.cores():
             core.network.set_points(z[spread_rows(len(z), inducing)])
 
     # ---- training -----------------------------------------------------------------------------------------------

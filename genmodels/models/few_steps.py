@@ -165,7 +165,7 @@ class StepModel(DiffusionModel):
         state, own = denoiser.net.state_dict(), self.core.net.state_dict()
         same = denoiser.parameterisation.name == self.core.parameterisation.name
         if same and {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in own.items()}:
-            for core in (self.core, *(() if self.ema is None else self.ema.averages)):
+            for core in self.cores():
                 core.net.load_state_dict(state)
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:

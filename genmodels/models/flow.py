@@ -199,7 +199,7 @@ class FlowModel(GenerativeModel):
             self._warn_of_degenerate_data(batch)
         noise = KeyedGenerator(self.seed, chosen, "initialize")
         self.core.initialize(part.x, self._cond(part), part.mask, generator=noise)
-        for average in self.ema.averages if self.ema is not None else ():
+        for average in self.cores()[1:]:
             average.load_state_dict(self.core.state_dict())
 
     def _rows_to_whiten(self, rows: int) -> int:

@@ -99,7 +99,7 @@ class GlowTTS(AlignedModel):
         u, _ = self.units(batch, KeyedGenerator(self.seed, batch.item_index, "initialize"))
         flow = self.core.tts
         flow.decoder.initialize(u, self.core.voice(batch.cond) if flow.decoder.uses_cond else None, batch.mask)
-        for average in self.ema.averages if self.ema is not None else ():
+        for average in self.cores()[1:]:
             average.load_state_dict(self.core.state_dict())
 
     # ---- the contract -------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class ScoreModel(DiffusionModel):
         if largest <= smallest:
             raise InputError(f"model.smallest={smallest:g} is not below the largest distance between two items of "
                              f"{self.spec.name}, {largest:g}: lower it, or take other data")
-        for core in (self.core, *(() if self.ema is None else self.ema.averages)):
+        for core in self.cores():
             core.schedule.reach(largest)
 
     @torch.no_grad()

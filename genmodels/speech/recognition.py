@@ -253,13 +253,6 @@ class ErrorBin:
     toplines: dict[str, Interval]
     differences: dict[str, Difference]
 
-    @classmethod
-    def from_dict(cls, found: dict) -> ErrorBin:
-        """The inverse of `dataclasses.asdict`."""
-        parts = {"toplines": Interval, "differences": Difference}
-        named = {key: {name: kind(**part) for name, part in found[key].items()} for key, kind in parts.items()}
-        return cls(**found | named | {"rate": Interval(**found["rate"])})
-
 
 @dataclass(kw_only=True)
 class Recognition:

@@ -166,8 +166,11 @@ def test_edm_is_the_preconditioning_of_its_paper():
     c_skip, c_out = 0.25 / (s**2 + 0.25), 0.5 * s / (s**2 + 0.25).sqrt()
     torch.testing.assert_close(edm.to_prediction(output, x, log_snr).x0, c_skip * y + c_out * output)
     torch.testing.assert_close(edm.scale_input(x, log_snr), y / (s**2 + 0.25).sqrt())
-    at_one = [float(c) for c in edm.coefficients(torch.zeros(1, dtype=torch.float64))]
-    assert at_one == pytest.approx([0.2, 0.447213595, 0.894427191], abs=5e-10)
+    none, at_one = torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)  # y = 1 where s = 1
+    x = none + alpha_sigma(at_one)[0]
+    found = [edm.to_prediction(output, at, at_one).x0 for output, at in ((none, x), (none + 1, none))]
+    found.append(edm.scale_input(x, at_one))
+    assert [float(c) for c in found] == pytest.approx([0.2, 0.447213595, 0.894427191], abs=5e-10)
 
 
 def test_edm_keeps_unit_variance_in_and_out():

@@ -142,12 +142,9 @@ class Nystrom(AtOnce):
         *,
         landmarks: int = 32,
         iterations: int | None = 6,
-        causal: bool = False,
         bias: bool = True,
     ):
         super().__init__(dim, heads)
-        if causal:
-            raise ValueError("Nystrom has no causal form: a landmark averages over the future")
         at_least(1, landmarks=landmarks)
         if iterations is not None and iterations < 1:
             raise ValueError(f"iterations must be at least 1, or None for the exact inverse, got {iterations}")
