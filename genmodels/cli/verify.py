@@ -93,7 +93,8 @@ def run(
         checkpoint: not used here.
     """
     _check_given({"model": model, "ckpt": ckpt, "what": what, "self_test": self_test or None},
-                 {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities})
+                 {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities,
+                  "ema": None if ema is True else ema, "device": None if device == "cpu" else device})
     if out is not None or ckpt is not None:
         check_writable("out", _place(out, ckpt))
 
@@ -138,6 +139,8 @@ def _check_given(subjects: dict[str, Any], options: dict[str, Any]) -> None:
         (not attention, ("object", "capabilities"), "what=attention"),
         (attention and options["object"] is None, ("shape", "options", "capabilities"),
          "object=package.module:factory"),
+        (subjects["ckpt"] is None, ("ema",), "ckpt=<file>"),
+        (what is not None or subjects["self_test"] is not None, ("device",), "a model or ckpt=<file>"),
     ):
         for key in keys:
             if useless and options[key] is not None:
@@ -264,7 +267,10 @@ def _own(
     torch.manual_seed(how.seed)
     if isinstance(maker, type) and not is_sampler(maker) and not any(hasattr(maker, name) for name in _KINDS):
         return _own_bijection(maker, what, shape, options, cond, how)
-    made = maker if is_sampler(maker) and not isinstance(maker, type) else _made(maker, what, **options)
+    ready = is_sampler(maker) and not isinstance(maker, type)
+    if ready and options:
+        raise InputError(f"{what} is a sampler already: leave options out")
+    made = maker if ready else _made(maker, what, **options)
     if is_sampler(made):
         _without("a sampler", shape, cond)
         return Findings([check_sampler(made)])

@@ -306,6 +306,25 @@ def boolean_masks(s: AttentionSubject) -> Measured:
     return Measured(0.0, "means the same") if same else Measured(1.0, "0 and 1 mean something else")
 
 
+@CHECKS.add("training mode", 1e-9, "training mode gives the results of evaluation, apart from dropout")
+@torch.no_grad()
+def training_mode(s: AttentionSubject) -> Measured:
+    """A copy in training mode without dropout against evaluation, with a mask and without."""
+    if s.has("piecewise"):
+        raise NotApplicable("draws in training")
+    module, x, errors = copy.deepcopy(s.module).train(), s.draw(3), {}
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        elif getattr(part, "dropout", 0.0):
+            part.dropout = 0.0
+    mask = s.masks(s.lengths())
+    for name, own, valid in (("", None, True), ("masked", mask, mask[:, 0, :, None])):
+        errors[name] = gap(torch.where(torch.as_tensor(valid), s.run(x, own, module=module), 0),
+                           torch.where(torch.as_tensor(valid), s.run(x, own), 0))
+    return worst(errors)
+
+
 @CHECKS.add("dropout", 0.0, "dropout acts on weights, and in training alone")
 @torch.no_grad()
 def dropout(s: AttentionSubject) -> Measured:

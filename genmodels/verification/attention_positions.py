@@ -134,6 +134,7 @@ def cache(s: AttentionSubject) -> Measured:
             for start in range(0, s.length, size):
                 piece = slice(start, start + size)
                 own = None if mask is None else mask[..., piece]
+                s.full_result(x[:, piece] + 1, own, cache=past)  # another continuation must not change the past
                 y, past = s.full_result(x[:, piece], own, cache=past)
                 pieces.append(y)
             errors[f"pieces of {size}{name}"] = gap(torch.cat(pieces, dim=1), whole)
@@ -210,6 +211,7 @@ def state(s: AttentionSubject) -> Measured:
     before = {name: value.clone() for name, value in s.module.state_dict().items()}
     x = s.draw(2)
     given, y = x.clone(), s.run(x)
+    s.run(x, s.masks(s.lengths()[:2]))
     other = next((n for n in s.sizes()[3:] if s.space is not None or s.takes(n)), s.length)
     s.run(s.draw(1, other if s.space is None else other[0] * other[1]), space=other)
     after, errors = s.module.state_dict(), {"the input is changed": gap(x, given)}
@@ -231,8 +233,10 @@ def longest_length(s: AttentionSubject) -> Measured:
     """The weights are loaded into the module that `fresh` makes."""
     if s.fresh is None:
         raise NotApplicable("has no longest length")
-    other, x = s.fresh().double().eval(), s.draw(2)
-    other.load_state_dict(s.module.state_dict())
+    other, x, state = s.fresh().double().eval(), s.draw(2), s.module.state_dict()
+    if any(state[name].shape != value.shape for name, value in other.state_dict().items() if name in state):
+        return Measured(math.inf, "the shapes of weights depend on the longest length")
+    other.load_state_dict(state)
     return Measured(gap(s.run(x, module=other), s.run(x)))
 
 

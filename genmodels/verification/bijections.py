@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.flows.bijection import shown
 from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotApplicable, NotVerified, Report
 from genmodels.verification.code import CHECKS as CODE_CHECKS
 from genmodels.verification.maps import CHECKS as MAP_CHECKS
@@ -165,7 +166,7 @@ def cancel(s: Subject) -> Measured:
 
 
 @JACOBIAN_CHECKS.add("gradients", 1e-5,
-                   "autograd's gradients = finite differences, by the inputs and, forward, by the parameters")
+                   "autograd's gradients = finite differences, by inputs, conditions and parameters")
 def gradients(s: Subject) -> Measured:
     """Detects a wrong backward pass, to which the checks against autograd's Jacobian are blind.
 
@@ -174,14 +175,17 @@ def gradients(s: Subject) -> Measured:
     errors = {}
     for name, inverse, value in s.directions():
         errors[f"{name} by its input"] = _slope_error(s, value, inverse, [])
-        parameters = [] if inverse else [p for p in s.layer.parameters() if p.requires_grad]
-        if parameters:
+        if s.cond is not None and s.cond.is_floating_point() and not getattr(s.layer, "rounds_cond", False):
+            errors[f"{name} by the condition"] = _slope_error(s, value, inverse, [], s.cond)
+        if parameters := [p for p in s.layer.parameters() if p.requires_grad]:
             errors[f"{name} by the parameters"] = _slope_error(s, value, inverse, parameters)
     return worst(errors)
 
 
-def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tensor]) -> float:
-    """The error of slopes by the parameters or, without any, by the input, against finite differences.
+def _slope_error(
+    s: Subject, value: Tensor, inverse: bool, parameters: list[Tensor], cond: Tensor | None = None
+) -> float:
+    """The error of slopes by the parameters, the condition or, without either, the input, against finite differences.
 
     It is the least over several steps in a few random directions from a few points, since some may cross a kink.
     """
@@ -189,9 +193,9 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
     for number in range(_DIRECTIONS):
         # Towards the next row, hence within the domain of the layer.
         place = value.lerp(value.roll(1, 0), 0.01 * number)
-        x = place.clone().requires_grad_()
-        leaves = parameters or [x]
-        slopes = torch.autograd.grad(weighted(s, *s.run(x, inverse)), leaves, allow_unused=True)
+        x, own = (v if v is None else v.clone().requires_grad_() for v in (place, cond))
+        leaves = parameters or [x if own is None else own]
+        slopes = torch.autograd.grad(weighted(s, *s.run(x, inverse, cond=own)), leaves, allow_unused=True)
         generator = s.generator(f"ways {inverse} {bool(parameters)} {number}")
         directions = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in leaves]
         along, steps = directions[0], []
@@ -201,7 +205,7 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
             along, steps = torch.zeros_like(value), directions
         slope = sum((g * v).sum() for g, v in zip(slopes, directions, strict=True) if g is not None)
         for step in _STEPS:
-            high, low = (_moved(s, layer, place, inverse, sign * step, along, steps) for sign in (1, -1))
+            high, low = (_moved(s, layer, place, inverse, sign * step, along, steps, cond) for sign in (1, -1))
             found = (high - low) / (2 * step)
             errors.append(relative(found, torch.as_tensor(slope).to(found)))
         if min(errors) < _SMOOTH:
@@ -210,14 +214,16 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
 
 
 @torch.no_grad()
-def _moved(s: Subject, layer: nn.Module, value: Tensor, inverse: bool, step: float, along: Tensor, by: list[Tensor]
-           ) -> Tensor:  # fmt: skip
-    """The weighted result after a step of the input along a direction, and of a copy's parameters, if any, `by` others.
-    """
+def _moved(
+    s: Subject, layer: nn.Module, value: Tensor, inverse: bool, step: float, along: Tensor, by: list[Tensor],
+    cond: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The weighted result after a step of the input, or of `cond`, and of a copy's parameters, if any, `by` others."""
     pairs = zip(*([p for p in part.parameters() if p.requires_grad] for part in (layer, s.layer)), strict=True)
     for (moved, given), own in zip(pairs if by else (), by, strict=True):
         moved.copy_(given + step * own)
-    return weighted(s, *s.run(value + step * along, inverse, layer=layer))
+    value, cond = (value + step * along, None) if cond is None else (value, cond + step * along)
+    return weighted(s, *s.run(value, inverse, cond=cond, layer=layer))
 
 
 @JACOBIAN_CHECKS.add("constant log-det", 1e-12, "a log-determinant declared independent of the data is so")
@@ -336,14 +342,4 @@ def check_bijection(
         patience=patience, starts_as_identity=starts_as_identity, compiler=compiler, fresh=fresh,
     )
     checks = tuple(CHECKS.run(subject, specs, limits, watch))
-    return Report(name or f"{type(layer).__name__} {show_shape(shape)}", checks)
-
-
-def show_shape(shape: Sequence[int]) -> str:
-    """An event shape as a tuple.
-
-    Example:
-        >>> show_shape([3]), show_shape([3, 8, 8])
-        ('(3,)', '(3, 8, 8)')
-    """
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    return Report(name or f"{type(layer).__name__} {shown(shape)}", checks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -94,16 +95,18 @@ def autocast(s: Subject) -> Measured:
 @CHECKS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
 @torch.no_grad()
 def nothing_modified(s: Subject) -> Measured:
-    """Inputs, conditions and the state dict, compared bit for bit before and after, in both modes."""
+    """Inputs, conditions, masks and the state dict, compared bit for bit before and after, in both modes."""
     changed = []
     for training in (False, True):
         layer = s.copy().train(training)
         state = {name: value.clone() for name, value in layer.state_dict().items()}
-        for name, inverse, value in s.directions():
-            given, cond = value.clone(), None if s.cond is None else s.cond.clone()
-            (layer.inverse if inverse else layer)(given, **({} if cond is None else {"cond": cond}))
+        for (name, inverse, value), masked in product(s.directions(), (False, True)[: 1 + s.masked]):
+            mask = s.mask() if masked else None
+            own = {"cond": s.cond, "mask": s.out_mask(mask) if masked and inverse else mask}
+            given, copies = value.clone(), {key: v.clone() for key, v in own.items() if v is not None}
+            (layer.inverse if inverse else layer)(given, **copies)
             changed += [] if torch.equal(given, value) else [f"{name} changes its input"]
-            changed += [] if cond is None or torch.equal(cond, s.cond) else [f"{name} changes cond"]
+            changed += [f"{name} changes {key}" for key, copy in copies.items() if not torch.equal(copy, own[key])]
         now = layer.state_dict()
         changed += [f"{name} changes{' in training' if training else ''}" for name in state
                     if not torch.equal(state[name], now[name])]

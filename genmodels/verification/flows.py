@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Batch
 from genmodels.core.random import KeyedGenerator
-from genmodels.flows.bijection import Bijection, NotInitialized, Step
+from genmodels.flows.bijection import Bijection, NotInitialized, Step, shown
 from genmodels.flows.composition import Compose
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import MultiScale
 from genmodels.models.base import GenerativeModel
-from genmodels.verification.bijections import CHECKS, check_bijection, show_shape
+from genmodels.verification.bijections import CHECKS, check_bijection
 from genmodels.verification.check import (
     NOT_APPLICABLE,
     NOT_VERIFIED,
@@ -242,7 +242,7 @@ def plans_of(part: Seen, core: nn.Module, options: Options) -> Iterator[Plan]:
             "z": near(z, layer, options.seed), "cond": cond if layer.uses_cond else None,
             "fresh": lambda: copy.deepcopy(core.get_submodule(name)),
             "randomise": False, "max_dims": options.max_dims, "patience": options.patience, "seed": options.seed,
-            "name": f"{name} {type(layer).__name__} {show_shape(x.shape[1:])}", **more,
+            "name": f"{name} {type(layer).__name__} {shown(x.shape[1:])}", **more,
         }  # fmt: skip
 
     last = steps[-1].z if steps else part.x.double()

@@ -160,6 +160,13 @@ class Subject:
         """The mask of z."""
         return getattr(self.layer, "out_mask", lambda mask: mask)(mask)
 
+    @property
+    def masked(self) -> bool:
+        """Whether the layer takes masks, and makes masks that fit."""
+        with suppress(NotApplicable):
+            return not self.misfit()
+        return False
+
     def misfit(self) -> str:
         """What is wrong with the shapes of the masks that the layer makes; empty if nothing is."""
         out = self.out_mask(self.mask())

@@ -136,6 +136,11 @@ MUTANTS: dict[str, AttentionMutant] = {
     "table of all pairs in the state": _own(softmaxes.PairTable, "state"),
     "longest length fatal": _own(softmaxes.LongestLength, "any length"),
     "buffer of the last length": _own(softmaxes.LengthBuffer, "state"),
+    "mask ignored in training": _own(softmaxes.UnmaskedInTraining, "training mode"),
+    "padding cleared in place": _own(softmaxes.PaddingInPlace, "state"),
+    "past spoiled by its continuation": _core(
+        TransformerXL, "cache", claimed=_PAST, causal=True, kind=positions.SpoiledPast
+    ),
     "dropout on the output": _own(softmaxes.DroppedOutput, "dropout"),
     "padding counted in the means": _own(mechanisms.PaddedMeans, "padded = alone"),
     "length a multiple of the landmarks": _own(mechanisms.MultipleOfLandmarks, "any length"),

@@ -185,6 +185,22 @@ class LengthBuffer(Explicit):
         return super().forward(x, mask)
 
 
+class UnmaskedInTraining(Explicit):
+    """The mask is ignored in training."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, None if self.training else mask)
+
+
+class PaddingInPlace(Explicit):
+    """What is not valid is set to zero in the tensor that came in, where no gradient is asked for."""
+
+    def forward(self, x, mask=None):
+        if mask is not None and mask.dim() == 3 and not x.requires_grad:
+            x.masked_fill_(~mask.mT, 0)
+        return super().forward(x, mask)
+
+
 class DroppedOutput(Explicit):
     """Dropout acts on the output, not on the weights."""
 

@@ -87,6 +87,16 @@ class ShiftLeftOut(TransformerXL):
         return torch.einsum("bhid,phd->bhip", (q + self.v[:, None]) / math.sqrt(self.head_dim), rows)[..., :Lk]
 
 
+class SpoiledPast(Attention):
+    """The keys of the given cache are set to zero after use."""
+
+    def forward(self, x, mask=None, cache=None, **named):
+        result = super().forward(x, mask=mask, cache=cache, **named)
+        if cache is not None:
+            cache.k.zero_()
+        return result
+
+
 class UnmovedQuery(Attention):
     """With a cache, the index of the first query stays where it was."""
 

@@ -53,6 +53,24 @@ class ForgottenGradient(Couple):
         return h.detach(), t
 
 
+class DetachedCondition(Couple):
+    """The log-scale has no gradient by the condition; the shift has."""
+
+    def parameters_of(self, kept, cond):
+        return super().parameters_of(kept, cond.detach())[0], super().parameters_of(kept, cond)[1]
+
+
+class DetachedInverse(Couple):
+    """On the way back the shift has no gradient by the parameters."""
+
+    def _inverse(self, z, cond, mask):
+        with torch.no_grad():
+            x, logdet = super()._inverse(z, cond, mask)
+        again, also = super()._inverse(z.detach(), cond, mask)
+        known, volume = super()._inverse(z, cond, mask)
+        return known - again + x, volume - also + logdet  # the values, with the gradient by z alone
+
+
 class RoundedScale(Couple):
     """The log-scale goes through bfloat16 and moves in steps."""
 

@@ -139,6 +139,25 @@ class InPlace(Stretch):
         return x + self.per_channel(self.shift, x), self.volume(x, mask)
 
 
+class ClearedInPlace(Stretch):
+    """What is not valid is set to zero in the tensor that came in."""
+
+    def forward(self, x, cond=None, mask=None):
+        if mask is not None:
+            x.masked_fill_(~mask, 0)
+        return super().forward(x, cond, mask)
+
+
+class MaskInPlace(Stretch):
+    """After use the mask that came in is set to all valid."""
+
+    def forward(self, x, cond=None, mask=None):
+        result = super().forward(x, cond, mask)
+        if mask is not None:
+            mask.fill_(True)
+        return result
+
+
 class StaleInverse(Stretch):
     """The inverse scale is computed once and kept, also when other weights are loaded."""
 
