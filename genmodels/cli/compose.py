@@ -291,7 +291,7 @@ def _unreadable(word: str) -> str:
     key, _, value = word.partition("=")
     if not key:
         return f"cannot read {word!r}: a key is missing before the equals sign"
-    return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"
+    return f"cannot read {word!r}: quote the value, as in \"{key}={quoted(value)}\", or write lists as {key}=[1,2]"
 
 
 _PLACES = ("run_dir", "out", "ckpt", "resume", "init", "path", "data.root")

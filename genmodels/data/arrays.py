@@ -16,7 +16,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec, require_precision
 from genmodels.core.errors import InputError, counted, none_or_at_least, one_of
-from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions, split_rows, spread_rows
+from genmodels.data.base import SPLITS, DataModule, data_root, mixed, split_fractions, split_rows, spread_rows
 from genmodels.data.image_folder import SPLIT_NAMES
 from genmodels.data.loading import BatchDataset, MappedArray, MappedData, TensorData
 
@@ -83,7 +83,7 @@ def columns_of(path: Path) -> tuple[str, ...]:
 
 def _heading(line: str, path: Path) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
-    marks = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+    marks = "\t,;|" if path.suffix.lower() == ".tsv" else ";,\t|"  # commas may be those of decimals
     unquoted = re.sub(r'(?:^|(?<=[\t,;| ]))"[^"]*"', "", line)  # 5" is no quotation
     delimiter = next((mark for mark in marks if mark in unquoted), None)
     cells = _cells(line.removeprefix("#").lstrip(" "), delimiter)  # np.savetxt writes a # before the names
@@ -155,8 +155,9 @@ def _fault(lines: dict[int, str], delimiter: str | None, heading: list[str]) -> 
         for column, cell in enumerate(cells):
             if not _is_number(cell):
                 found = f"{cell!r} is not a number" if cell else "the cell is empty"
-                advice = "write decimals with a point" if _is_number(cell.replace(",", ".")) else (
-                    "a table holds only numbers: complete it, or leave out that column or line")
+                advice = "a table holds only numbers: complete it, or leave out that column or line"
+                if _is_number(cell.replace(",", ".")):
+                    advice = "write decimals with a point, thousands without a comma"
                 return f"{_place(number, column, heading)}: {found}; {advice}"
     return None
 
@@ -265,7 +266,8 @@ class Arrays(DataModule):
         splits = {}
         for name in SPLITS:
             x, y = own.get(name, sources[base])
-            chosen = torch.arange(len(x)) if name in own else rows[name]
+            held_out = name not in own and name != "train"
+            chosen = torch.arange(len(x)) if name in own else mixed(rows[name], self.seed) if held_out else rows[name]
             data = held[id(x)]
             splits[name] = MappedData(x, kind.convert, y, chosen) if data is None else TensorData(data, y, chosen)
         return splits
@@ -406,7 +408,8 @@ def _read_labels(found: dict, file: Path) -> tuple[dict[str, Tensor | None], tup
         if y.shape != (len(found[name][0]),):
             raise InputError(f"{file}: labels of shape {y.shape} for {len(found[name][0])} items")
         if y.dtype.kind not in "iubUS":
-            raise InputError(f"{file}: labels of type {y.dtype}; expected integers or texts, as np.save keeps them")
+            raise InputError(f"{file}: labels of type {y.dtype}; expected integers or texts, in an .npy file or with "
+                             "the items in an .npz")
         if y.dtype.kind == "S":
             y = np.char.decode(y, "utf-8", "backslashreplace")
         given[name] = y.astype(np.int64) if y.dtype.kind in "iub" else y  # numpy joins int64 and uint64 as floats

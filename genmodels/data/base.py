@@ -320,6 +320,16 @@ def split_rows(
     return tuple(torch.cat(part).sort().values for part in parts)
 
 
+def mixed(rows: Tensor, seed: int) -> Tensor:
+    """The same rows in an order that depends on nothing but the seed, so that any first part of them is like the whole.
+
+    Example:
+        >>> sorted(mixed(torch.tensor([3, 5, 8]), seed=0).tolist())
+        [3, 5, 8]
+    """
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+
 def rows_of_splits(
     given: Tensor | None, labels: Tensor | None, size: int, fractions: tuple[float, float, float], seed: int
 ) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, at_least, one_of
 from genmodels.core.files import cache_folder, kind_of, write_whole
-from genmodels.data.base import SPLITS, DataModule, data_root, rows_of_splits, split_fractions
+from genmodels.data.base import SPLITS, DataModule, data_root, mixed, rows_of_splits, split_fractions
 from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
@@ -277,7 +277,8 @@ class ImageFolder(DataModule):
             raise InputError(f"none of the images in {self.root} can be used")
         parts, classes, labels = _arrange(files)
         splits: dict[str, BatchDataset] = {}
-        for split, rows in rows_of_splits(parts, labels, len(files), self.fractions, self.seed).items():
+        for split, ordered in rows_of_splits(parts, labels, len(files), self.fractions, self.seed).items():
+            rows = ordered if split == "train" else mixed(ordered, self.seed)  # files are sorted by their class
             if images is not None:
                 splits[split] = TensorData(images, labels, rows)
             else:

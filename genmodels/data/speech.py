@@ -315,7 +315,7 @@ class Speech(DataModule):
         statistics = MelFiles(self.mel).statistics(recordings, self.statistics) if recordings else {}
         median = sorted(recording.frames for recording in recordings)[len(recordings) // 2] if recordings else 1
         statistics |= {"frames": -(-median // self.multiple) * self.multiple, "multiple": self.multiple}
-        name = self.name if self.root is None else self.root.resolve().stem
+        name = self.name if self.root is None else self.root.resolve().name if self.root.is_dir() else self.root.stem
         content = json.dumps({name: [[items[k].name, items[k].recording.digest, items[k].text] for k in rows[name]]
                               for name in SPLITS})  # fmt: skip
         sizes = ", ".join(f"{len(rows[name])} {name}" for name in SPLITS)

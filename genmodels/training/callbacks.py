@@ -386,7 +386,7 @@ class StepBar(ProgressBar):
         if self._bar is None or trainer.global_step == self._bar.n:
             return
         if trainer.global_step % 10 == 0 or self._loss is None:
-            loss = float(outputs["loss"].detach())
+            loss = float(outputs["loss"].detach()) * trainer.accumulate_grad_batches  # Lightning divides by them
             self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
             shown = {key.split("/")[-1]: f"{value:.3f}" for key, value in pl_module.figures.items()}
             self._bar.set_postfix(loss=f"{self._loss:.4f}", **shown, refresh=False)

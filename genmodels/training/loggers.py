@@ -146,18 +146,22 @@ class LoggerOptions:
         """The W&B run of a run folder, open for writing; training, resumes and evaluations share one run."""
         wandb = quiet_wandb()
         run_id, time = identity_of(run_dir)
-        run = wandb.init(
-            name=self.name or f"{model}-{data}-{time}",
-            group=self.group or f"{model}-{data}",
-            tags=[model[:_LONGEST_TAG], data[:_LONGEST_TAG]] if self.tags is None else self.tags,
-            project=self.project,
-            dir=str(run_dir),
-            id=run_id,
-            mode=self.wandb,
-            resume="allow" if self.wandb == "online" else None,
-            reinit="create_new",  # a run of the caller's own goes on
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
-        )
+        try:
+            run = wandb.init(
+                name=self.name or f"{model}-{data}-{time}",
+                group=self.group or f"{model}-{data}",
+                tags=[model[:_LONGEST_TAG], data[:_LONGEST_TAG]] if self.tags is None else self.tags,
+                project=self.project,
+                dir=str(run_dir),
+                id=run_id,
+                mode=self.wandb,
+                resume="allow" if self.wandb == "online" else None,
+                reinit="create_new",  # a run of the caller's own goes on
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            )
+        except ValueError as error:  # of its settings in the environment
+            said = " ".join(str(error).split()).partition(" [type=")[0]
+            raise InputError(f"W&B cannot start ({said}): see its environment variables, or logger=csv") from error
         # W&B's own steps count records: after a resume they begin anew, or go on from the step of the kill.
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)

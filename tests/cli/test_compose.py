@@ -164,6 +164,7 @@ LINES = [
     (["trainer.max_steps.deep=3"], "trainer.max_steps must be an integer or null"),
     (["seed"], "cannot read 'seed': write key=value"),
     (["seed=(1"], "cannot read 'seed=(1'"),
+    (["data.root=Mum's photos"], "as in \"data.root='Mum\\'s photos'\""),
     (["=3"], "cannot read '=3'"),
     (["seed=1,2"], "add -m to run one after the other"),
     (["seed=range(3)"], "add -m to run one after the other"),

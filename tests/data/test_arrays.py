@@ -219,6 +219,7 @@ def test_bad_files_give_one_line(tmp_path, capsys, refuses):
     assert "line 1, column 1: 'NA' is not a number" in line("m.csv", b"NA,NA\n4,5\n")
     assert "q.csv, line 3, column 2 (b): 'x,y' is not a number" in line("q.csv", b'a,b\n1,2\n1,"x,y"\n')
     assert "line 2, column 1 (a): '1,5' is not a number; write decimals with a" in line("q.csv", b'a,b\n"1,5",2\n')
+    assert "line 2, column 1 (0,5): '0,75' is not a number; write decimals" in line("q2.csv", b"0,5;0,25\n0,75;1,5\n")
     assert "u.csv, line 2, column 1 (a): '1_000' is not a number" in line("u.csv", b"a,b\n1_000,2\n3,4\n")
     assert "cannot be read: " in line("long.csv", b"1" * 200_000)
     assert "b.csv, line 4, column 2 (b): nan is not a finite" in line("b.csv", b"a,b\n\n1,2\n3, nan\n")
@@ -398,6 +399,7 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ("# a,b,c", ",", ("a", "b", "c")),
     ('"name, of a",b,"c"', ",", ("name, of a", "b", "c")),
     ('"weight, kg";b;"c"', ";", ("weight, kg", "b", "c")),
+    ("weight, kg;b;c", ";", ("weight, kg", "b", "c")),
     ('height 5",weight 6",c', ",", ('height 5"', 'weight 6"', "c")),
     ('# "a, b";b;c', ";", ("a, b", "b", "c")),
     ("\ta\tb", "\t", ("", "a", "b")),

@@ -294,6 +294,22 @@ def test_an_image_that_breaks_during_training_is_named(folder):
         data.__getitems__([1, 2])
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_the_first_held_out_images_are_of_every_class(tmp_path, given):
+    """So that validation and evaluation on the first items are not of the first classes, in whose order files are."""
+    for name in ("a", "b", "c"):
+        for k in range(40):
+            place = tmp_path / (("train", "val", "test")[k % 3] if given else "") / name
+            place.mkdir(parents=True, exist_ok=True)
+            picture(k).save(place / f"{k}.png")
+    module = ImageFolder(root=str(tmp_path), size=8, val_fraction=0.3, test_fraction=0.3).prepare()
+    for split in ("val", "test"):
+        assert len(next(iter(module.loader(split, 10))).cond.unique()) == 3
+        again = ImageFolder(root=str(tmp_path), size=8, val_fraction=0.3, test_fraction=0.3).prepare()
+        assert torch.equal(module.items(split).x, again.items(split).x)
+    assert module.items("train").cond.diff().min() >= 0  # in the order of their files
+
+
 def test_classes_come_from_folders(folder, capsys):
     module = ImageFolder(root=str(folder), size=8).prepare()
     assert (module.spec.num_classes, module.spec.class_names, module.spec.name) == (2, ("cat", "dog"), "pets")

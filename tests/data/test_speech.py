@@ -210,7 +210,7 @@ def test_manifest_with_speakers(tmp_path):
     (tmp_path / "list.txt").write_text("".join(f"{k}.wav|word {'abcdef'[k]}|{'anna' if k % 2 else 'ben'}\n"
                                                for k in range(6)))
     data = Speech(root=str(tmp_path / "list.txt"), layout="manifest").prepare()
-    assert data.spec.speakers == ("anna", "ben")
+    assert data.spec.speakers == ("anna", "ben") and data.spec.name == "list"
     batch = data.split("train").__getitems__([0, 1, 2])
     named = [data.split("train").items[k].name for k in range(3)]
     assert batch.cond.speaker.tolist() == [0 if int(name[0]) % 2 else 1 for name in named]
@@ -221,6 +221,14 @@ def test_manifest_with_speakers(tmp_path):
     (tmp_path / "list.txt").write_text("0.wav | word a|anna\n1.wav|word b|\n")
     first, nameless = read_clips("manifest", tmp_path / "list.txt")
     assert first.path == tmp_path / "0.wav" and "speaker is missing" in nameless.problem
+
+
+def test_data_has_the_whole_name_of_its_folder(tmp_path):
+    (folder := tmp_path / "LJSpeech-1.1" / "wavs").mkdir(parents=True)
+    for k in range(3):
+        write(folder / f"{k}.wav", noise(22050, k))
+    (folder.parent / "metadata.csv").write_text("".join(f"{k}|{word}|{word}\n" for k, word in enumerate("abc")))
+    assert Speech(root=str(folder.parent), layout="ljspeech").prepare().spec.name == "LJSpeech-1.1"
 
 
 def test_folders_of_classes_and_spoken_digits(tmp_path):

@@ -75,6 +75,17 @@ def test_training_stops_when_the_metric_no_longer_improves():
     assert stopped_after(metrics, 2, resumed_at=5) == 6 == stopped_after(metrics, 3) - 1  # its count is resumed too
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_bar_shows_the_loss_of_an_item(monkeypatch, accumulate):
+    shown, bar = [], StepBar()
+    trainer = SimpleNamespace(max_steps=3, global_step=0, accumulate_grad_batches=accumulate)
+    bar.on_train_start(trainer, None)
+    monkeypatch.setattr(bar._bar, "set_postfix", lambda **values: shown.append(values))
+    trainer.global_step = 1
+    bar.on_train_batch_end(trainer, SimpleNamespace(figures={}), {"loss": torch.tensor(2.0) / accumulate}, None, 0)
+    assert [float(values["loss"]) for values in shown] == [2.0]
+
+
 def test_on_a_terminal_validations_are_lines_above_a_bar_with_the_time_that_is_left(capfd):
     bar = Steps(100, 10)
     bar.update(15)

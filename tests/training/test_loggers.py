@@ -18,7 +18,7 @@ from pytorch_lightning.loggers import WandbLogger
 from scipy.io import wavfile
 
 from genmodels.cli.main import main
-from genmodels.core.errors import RunError
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import write_text
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
@@ -147,6 +147,12 @@ def test_what_a_logger_lacks_is_found_before_there_is_a_run_folder(tmp_path, mon
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["train", "model=nsf", "data=toy", *words]) == 2
     assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_setting_of_wandb_that_it_does_not_know_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "off-line")
+    with pytest.raises(InputError, match=r"W&B cannot start \(1 validation error for Settings mode .*\): see its env"):
+        loggers.LoggerOptions().wandb_run(tmp_path, "nsf", "toy")
 
 
 # ---- samples of mels are heard: in the run folder, in W&B's offline run, and in TensorBoard ----
