@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
-from zipfile import BadZipFile
-
-import numpy as np
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, an, counted, none_or_at_least
 from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of, short_hash
 from genmodels.core.processes import Ranks
-from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, check_companions, require_partners
+from genmodels.core.samples import DEFAULT_NUMBER, SamplingOptions, check_companions, require_partners, says_how
 from genmodels.data.text import spans_of
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.materials import data_of, material, read_items
@@ -258,7 +253,8 @@ def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None
     """
     check_writable("out", target)
     check_companions(target)
-    if target.is_file() and target.stat().st_size and not _says_how(target):
+    ours = made_of if target.suffix.lower() == ".png" else says_how
+    if target.is_file() and target.stat().st_size and not ours(target):
         raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
     ending = ".txt" if spec.encoding is not None else ".wav" if spec.mel is not None else ".png"
     if target.suffix or not target.is_dir():
@@ -273,20 +269,6 @@ def check_replaced(target: Path, spec: DataSpec, numbers: Sequence[int]) -> None
         if any(number in span for number in numbers) and not (span[0] in numbers and span[-1] in numbers):
             raise InputError(f"{file} says how samples {span[0]} to {span[-1]} were made, of which only some would be "
                              "replaced: draw all of them, or name another folder by out=")
-
-
-def _says_how(file: Path) -> bool:
-    """Whether a file holds samples with a record of how they were made."""
-    if file.suffix.lower() == ".png":
-        return bool(made_of(file))
-    try:
-        if file.suffix.lower() == ".npz":
-            with np.load(file) as held:
-                return "made" in held.files
-        about = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-        return isinstance(about, dict) and re.fullmatch(r"\d+-\d+", str(about.get("index"))) is not None
-    except (OSError, ValueError, AttributeError, BadZipFile):
-        return False
 
 
 def _not_default(options: dict, named: dict, ema: bool | float) -> dict:

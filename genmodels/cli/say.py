@@ -180,8 +180,8 @@ def in_parts(texts: Sequence[str], how: SynthesisOptions, mel: dict) -> list[lis
     """
     marked = [phrases(text, how.pause) for text in texts]
     if how.seconds is not None:
-        if any("[pause=" in text for text in texts):
-            raise InputError("seconds is the time of one sentence: leave out [pause=], or seconds")
+        if how.pause != SynthesisOptions().pause or any("[pause=" in text for text in texts):
+            raise InputError("a text of a given time is one sentence: leave out pause, or seconds, inpaint and edit")
         marked = [[(text, 0.0)] for text in texts]
     split = [[(part, round(gap * mel["sample_rate"] / mel["hop"])) for part, gap in parts] for parts in marked]
     count = sum(map(len, split))
@@ -323,7 +323,7 @@ def targets(out: Path | None, folder: Path, stem: str, texts: Sequence[str], tak
 
 
 def _words(text: str) -> str:
-    """The beginning of a text for a file name; if it is more than words and a full stop, a hash of the whole.
+    """The beginning of a text for a file name; unless it is words and a full stop, a hash of the whole.
 
     Example:
         >>> _words("Turn right."), _words("Turn right, at 130 Prospect Street!")
@@ -331,7 +331,7 @@ def _words(text: str) -> str:
     """
     kept = "".join(c if c.isalnum() else " " for c in text.lower()).split()
     name = "-".join(kept[:5])[:40] or "text"
-    return name if name.split("-") == text.lower().removesuffix(".").split() else f"{name}-{short_hash(text)}"
+    return name if f"{name.replace('-', ' ')}." == text.lower() else f"{name}-{short_hash(text)}"
 
 
 def stream_texts(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -287,7 +291,7 @@ class Trajectory:
 
 
 def check_companions(target: Path, others: Iterable[Path] | None = None) -> None:
-    """Refuse to replace what is not known to be ours: files written next to `target`, where it does not exist itself.
+    """Refuse to replace what is not known to be ours: sound, arrays, or files next to a `target` that does not exist.
 
     Arguments:
         target: the file that was asked for.
@@ -299,9 +303,24 @@ def check_companions(target: Path, others: Iterable[Path] | None = None) -> None
     companions = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
     if others is None:
         others = [target.with_suffix(suffix) for suffix in companions.get(target.suffix.lower(), ())]
+        if target.is_file() and target.suffix.lower() in (".wav", ".npz") and not says_how(target):
+            raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
     for place in others:
         if place.exists() and not target.exists():
             raise InputError(f"out={target} also writes {place}, which exists: give another name")
+
+
+def says_how(file: Path) -> bool:
+    """Whether a file of arrays, or a .json next to another one, has a record of how samples were made."""
+    try:
+        if file.suffix.lower() == ".npz":
+            with np.load(file) as held:
+                return "made" in held.files
+        about = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+        return isinstance(about, dict) and ("sentences" in about or re.fullmatch(r"\d+-\d+", str(about.get("index")))
+                                            is not None)
+    except (OSError, ValueError, AttributeError, BadZipFile):
+        return False
 
 
 def merged_record(parts: Sequence[Samples]) -> dict[str, Any]:

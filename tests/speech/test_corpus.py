@@ -97,6 +97,11 @@ def test_rows_of_another_voice_are_not_lost(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="not of this voice and these texts, such as fake-[0-9a-f]+: give"):
             corpus(tmp_path, texts, voice)
     assert (tmp_path / "metadata.csv").read_bytes() == before
+    (tmp_path / "metadata.csv").write_bytes(before + b"\n")  # an empty line lists no clip
+    corpus(tmp_path, TEXTS, "fake")
+    (tmp_path / "metadata.csv").write_bytes(b"caf\xe9|a text\n")
+    with pytest.raises(InputError, match="such as caf"):
+        corpus(tmp_path, TEXTS, "fake")
 
 
 def test_a_program_that_hangs_is_stopped(tmp_path, monkeypatch):

@@ -122,6 +122,11 @@ READINGS = {
     "12:30pm, 10:00 PM to 9:05am": "twelve thirty pm, ten pm to nine oh five am",
     "10:00 p.m. and 5:00's": "ten p.m. and five o'clock's",
     "1--2": "one -- two",
+    "50%-60%, 5%\u201310% off": "fifty percent - sixty percent, five percent - ten percent off",
+    "12:30:45 pm, 12:00:01, 1:02:03": "twelve thirty and forty-five seconds pm, twelve o'clock and one second, "
+                                      "one oh two and three seconds",
+    "$5's worth": "five dollars's worth",
+    "Windows 7\u2122": "windows seven",
     "1984's end": "nineteen eighty-four's end",
     "the 1990s, '90s and 80s": "the nineteen nineties, nineties and eighties",
     "1900s, 2010s, mid-1840s": "nineteen hundreds, twenty tens, mid-eighteen forties",
@@ -156,6 +161,16 @@ def test_marks_alone_are_no_sentence(text, parts):
     assert sentences(text) == parts
 
 
+@pytest.mark.parametrize("text, parts", [
+    ("Wait\u2026 World", ["Wait\u2026", "World"]),
+    ('He said "stop." Then he left.', ['He said "stop."', "Then he left."]),
+    ("(Really!) \u201cYes.\u201d \u201cNo.\u201d", ["(Really!)", "\u201cYes.\u201d", "\u201cNo.\u201d"]),
+    ('"Is it?" he asked.', ['"Is it?" he asked.']),
+])  # fmt: skip
+def test_quotations_and_ellipses_end_sentences(text, parts):
+    assert sentences(text) == parts
+
+
 @pytest.mark.parametrize("text", READINGS)
 def test_numbers(text):
     pytest.importorskip("num2words", reason="num2words is not installed")
@@ -174,6 +189,8 @@ def test_a_number_that_is_too_long():
     ("\u00c6ther \u201cquoted\u201d\u2026", 'aether "quoted"...'),
     ("end . Next ,", "end. next,"),
     ("the cost. of", "the cost. of"),
+    ('"etc." etc.; (Jr.) co.uk', '"et cetera" et cetera; (junior) co.uk'),
+    ("Windows\u2122", "windows"),
 ])
 def test_letters(text, expected):
     assert normalise(text) == expected
