@@ -60,16 +60,13 @@ class GenerativeModel(OfLightning, nn.Module):
     generates = True
     #: Whether `ode_likelihood` gives its likelihood by the probability-flow ODE.
     has_ode_likelihood = False
-    #: Whether it is conditioned on the class, see `condition_on_class`.
-    conditional = False
-    #: Probability that training hides the class.
-    cond_drop = 0.0
+    conditional = False  # on the class, see `condition_on_class`
+    cond_drop = 0.0  # the probability that training hides the class
     #: The fields of `SamplingOptions` that it takes besides those that every model takes.
     sampling_options: tuple[str, ...] = ()
     #: The allowed values of its option `sampler`; empty if any are.
     samplers: tuple[str, ...] = ()
-    #: The default temperature of samples.
-    default_temperature = 1.0
+    default_temperature = 1.0  # of samples
     #: Why `trainer.strategy=fsdp` cannot shard its weights over the processes; see `sharded_networks`.
     needs_whole_weights = "its weights are also used outside of the networks that hold them"
     core: nn.Module

@@ -262,12 +262,12 @@ class ScoreMatched(GenerativeModel):
 
     def on_validation_epoch_end(self) -> None:
         """Log the loss of validation, by which checkpoints are chosen, and the monitor's figures."""
-        value = float(torch.cat(gather(self._pending)).double().mean())
-        self._pending = []
+        losses = torch.cat(gather(self._pending)).double()
+        value, self._pending = float(losses.mean()), []
         self.log("val/score_matching", value, rank_zero_only=False)
-        self.figures["val/score_matching"] = value
+        self.figures, self.validated = {"val/score_matching": value}, None
         likelihoods, self._likelihoods = gather(self._likelihoods), []
-        if likelihoods:
+        if sum(len(found.nats) for found in likelihoods) == len(losses):  # without some items it would be too good
             self.log_validation(Likelihood.concatenate(likelihoods))
         for name, number in self._monitored(value).items():
             self.log(f"monitor/{name}", number, sync_dist=rank_world()[1] > 1)

@@ -399,3 +399,18 @@ def test_what_the_batch_rounds_differently_does_not_grow(sampler, steps):
     many, _ = chains(6, keyed(6, "sample"), lambda done, z: None)
     alone, _ = chains(1, KeyedGenerator(0, torch.tensor([4]), "sample"), lambda done, z: None)
     torch.testing.assert_close(many[4:5], alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_validation_without_some_likelihoods_has_none(monkeypatch, finite):
+    """The mean over the other items would be too good, and that of the last validation is of other weights."""
+    model, batch = made("plane")
+    logged, given = {}, EnergyModel._likelihood
+    monkeypatch.setattr(model, "log", lambda name, value, **_: logged.update({name: value}))
+    monkeypatch.setattr(model, "_likelihood", lambda part: given(model, part) if finite or part.index[0] == 0 else [])
+    model.figures["val/nll"] = 1.0
+    for number, part in enumerate((batch.rows(torch.arange(32)), batch.rows(torch.arange(32, 64)))):
+        model.validation_step(part, number)
+    model.on_validation_epoch_end()
+    assert ("val/nll" in logged) == ("val/nll" in model.figures) == (model.validated is not None) == finite
+    assert list(model.figures)[0] == "val/score_matching"
