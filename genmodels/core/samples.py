@@ -303,7 +303,8 @@ def check_companions(target: Path, others: Iterable[Path] | None = None) -> None
     companions = {".csv": (".json",), ".txt": (".json",), ".wav": (".png", ".json")}
     if others is None:
         others = [target.with_suffix(suffix) for suffix in companions.get(target.suffix.lower(), ())]
-        if target.is_file() and target.suffix.lower() in (".wav", ".npz") and not says_how(target):
+        held = target.is_file() and target.stat().st_size
+        if held and target.suffix.lower() in (".wav", ".npz") and not says_how(target):
             raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
     for place in others:
         if place.exists() and not target.exists():
@@ -319,7 +320,7 @@ def says_how(file: Path) -> bool:
         about = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
         return isinstance(about, dict) and ("sentences" in about or re.fullmatch(r"\d+-\d+", str(about.get("index")))
                                             is not None)
-    except (OSError, ValueError, AttributeError, BadZipFile):
+    except (OSError, EOFError, TypeError, ValueError, AttributeError, BadZipFile):
         return False
 
 

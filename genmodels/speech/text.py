@@ -29,16 +29,15 @@ _ABBREVIATIONS = {
     "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus",
     "etc": "et cetera",
 }  # fmt: skip
-_ABBREVIATED = re.compile(rf"(?<![a-z])({'|'.join(_ABBREVIATIONS)})\.(?!\w)")
+_ABBREVIATED = re.compile(rf"(?<![a-z0-9])({'|'.join(_ABBREVIATIONS)})\.(?!\w|\s?\.)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 #: Initials, and abbreviations that stand before a name or a number: none is at the end of a sentence.
 _TITLES = ("[a-z]", "mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs", "a.m", "p.m")
 _SENTENCE_END = re.compile(
-    # A mark within a quotation or brackets is an end if a capital letter follows; a part of marks alone is no sentence.
-    "(?:(?<=[.?!;\u2026])|(?<=[.?!;\u2026][\"'\u201d\u2019)\\]])(?=\\s+[\"'\u201c\u2018(]?(?-i:[A-Z])))"
+    r"(?<=[.?!;\u2026])"
     + "".join(rf"(?<!\b{title}\.)" for title in _TITLES)
-    + r"(?!(?<=\bno\.)\s+\d)\s+(?=[.?!;]*[^.?!;\s]*\w)", re.IGNORECASE)
+    + r"(?!(?<=\bno\.)\s+\d)\s+(?=[.?!;]*[^.?!;\s]*\w)", re.IGNORECASE)  # a part of marks alone is no sentence
 
 _FRACTIONS = {"\u00bd": "a half", "\u00bc": "a quarter", "\u00be": "three quarters"}
 _FRACTION = re.compile(rf"(\d\s?)?([{''.join(_FRACTIONS)}])")
@@ -50,7 +49,7 @@ _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|tho
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 #: Decades; the apostrophe of `'90s` stands for the century.
 _DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
-_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?::([0-5]\d))?(?!\d)(?=(\s?[ap]\.?m\b)?)")
+_CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?::([0-5]\d)(?![.:]?\d))?(?!\d)(?=(\s?[ap]\.?m\b)?)")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?(?=('s\b)?)")
 
 

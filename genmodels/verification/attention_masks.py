@@ -314,9 +314,9 @@ def training_mode(s: AttentionSubject) -> Measured:
         raise NotApplicable("draws in training")
     module, x, errors = copy.deepcopy(s.module).train(), s.draw(3), {}
     for part in module.modules():
-        if isinstance(part, nn.Dropout):
+        if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
-        elif getattr(part, "dropout", 0.0):
+        elif isinstance(getattr(part, "dropout", None), float):
             part.dropout = 0.0
     mask = s.masks(s.lengths())
     for name, own, valid in (("", None, True), ("masked", mask, mask[:, 0, :, None])):
