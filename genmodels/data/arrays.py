@@ -78,14 +78,18 @@ def columns_of(path: Path) -> tuple[str, ...]:
     if path.suffix.lower() not in TABLES:
         return ()
     with open(path, encoding="utf-8-sig") as file:
-        return tuple(_heading(next(line for line in file if line.strip()), path)[0])
+        return tuple(_heading([line for line in file if line.strip()], path)[0])
 
 
-def _heading(line: str, path: Path) -> tuple[list[str], str | None]:
+def _heading(lines: list[str], path: Path) -> tuple[list[str], str | None]:
     """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
+    line, below = [*lines, ""][:2]
     marks = "\t,;|" if path.suffix.lower() == ".tsv" else ";,\t|"  # commas may be those of decimals
     unquoted = re.sub(r'(?:^|(?<=[\t,;| ]))"[^"]*"', "", line)  # 5" is no quotation
-    delimiter = next((mark for mark in marks if mark in unquoted), None)
+    found = sorted((mark for mark in marks if mark in unquoted), key=unquoted.count, reverse=True)
+    # A name may hold another mark, which then does not separate the line below.
+    alike = [mark for mark in marks if mark in found and len(_cells(line, mark)) == len(_cells(below, mark))]
+    delimiter = next(iter([*alike, *found]), None)
     cells = _cells(line.removeprefix("#").lstrip(" "), delimiter)  # np.savetxt writes a # before the names
     count = [str(number) for number in range(len(cells))]
     # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
@@ -109,7 +113,7 @@ def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
     if not lines:
         raise InputError(f"{where} is empty")
     first = next(iter(lines))
-    heading, delimiter = _heading(lines[first], path)
+    heading, delimiter = _heading(list(lines.values()), path)
     if heading:
         if heading == [str(number) for number in range(len(heading))]:
             print(f"{path}: line {first} only numbers the columns, as pandas does without names, and is no item; if it "

@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.image_folder import listed
 from genmodels.data.shards import RECORD, fields_of, read_record, recorded
 from genmodels.data.tars import Storage, index_of, write_tar
+
+#: In the record, and raised when the items of a split are numbered anew: shards of two orders do not go together.
+_ORDER = 2
 
 
 def encoded(batch: Batch, spec: DataSpec) -> dict[str, bytes]:
@@ -72,7 +76,8 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
         raise InputError(f"{module.spec.name} pairs its items anew with those of {module.spec.source['name']} in every "
                          "epoch, which shards cannot hold: write shards of one of the two sets")
     spec, sizes = module.spec, {split: len(module.split(split)) for split in SPLITS}
-    record = {"genmodels": __version__, "spec": spec.to_dict(), "source": source, "items": sizes, "per_shard": items}
+    record = {"genmodels": __version__, "spec": spec.to_dict(), "source": source, "items": sizes, "per_shard": items,
+              "order": _ORDER}
     record = json.loads(json.dumps(record))
     place = out / RECORD
     with _locked(out):
@@ -83,6 +88,10 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
         if before is None or (before.get("shards") is None and not there):  # nothing of a killed one is kept
             before = record
         _check_same(out, before, record)
+        if before.get("order") != _ORDER and len(there) < sum(-(-size // items) for size in sizes.values()):
+            raise InputError(f"out={out} holds a part of the shards of an earlier version, in another order: choose "
+                             "another folder, or remove it")
+        record["order"] = before.get("order")
         record["spec"] = before["spec"]  # shards of an earlier version stay with the shorter fingerprint of their items
         if before.get("shards") is None:
             write_whole(place, lambda file: json.dump(record | {"shards": None}, file), mode="w")
@@ -112,7 +121,10 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
 def _check_same(out: Path, before: dict, record: dict) -> None:
     """Raise InputError if a folder's record is of other data, or of other items of the same data."""
     then, now = recorded(before), recorded(record)
-    same = {key: before.get(key) == record[key] for key in record if key != "genmodels"} | {"spec": then == now}
+    if now.name.startswith(f"{then.name}."):  # earlier versions left out what follows the last dot of a folder
+        then = replace(then, name=now.name)
+    same = {key: before.get(key) == record[key] for key in record if key not in ("genmodels", "order")}
+    same["spec"] = then == now
     if different := [key for key, equal in same.items() if not equal]:
         raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
                          "folder, or remove it")

@@ -29,7 +29,7 @@ _ABBREVIATIONS = {
     "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus",
     "etc": "et cetera",
 }  # fmt: skip
-_ABBREVIATED = re.compile(rf"(?<![a-z0-9])({'|'.join(_ABBREVIATIONS)})\.(?!\w|\s?\.)")
+_ABBREVIATED = re.compile(rf"(?<![a-z])(?!(?<=\d)st)({'|'.join(_ABBREVIATIONS)})\.(?!\w|\s?\.)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 #: Initials, and abbreviations that stand before a name or a number: none is at the end of a sentence.

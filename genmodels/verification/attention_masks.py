@@ -306,7 +306,7 @@ def boolean_masks(s: AttentionSubject) -> Measured:
     return Measured(0.0, "means the same") if same else Measured(1.0, "0 and 1 mean something else")
 
 
-@CHECKS.add("training mode", 1e-9, "training mode gives the results of evaluation, apart from dropout")
+@CHECKS.add("training mode", 1e-9, "training gives the results of evaluation, apart from dropout and batch statistics")
 @torch.no_grad()
 def training_mode(s: AttentionSubject) -> Measured:
     """A copy in training mode without dropout against evaluation, with a mask and without."""
@@ -316,8 +316,14 @@ def training_mode(s: AttentionSubject) -> Measured:
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
+        elif isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.eval()
         elif isinstance(getattr(part, "dropout", None), float):
             part.dropout = 0.0
+    with torch.random.fork_rng():
+        torch.manual_seed(s.seed)
+        if gap(*(s.run(x, module=module) for _ in range(2))):
+            raise NotApplicable("draws in training")
     mask = s.masks(s.lengths())
     for name, own, valid in (("", None, True), ("masked", mask, mask[:, 0, :, None])):
         errors[name] = gap(torch.where(torch.as_tensor(valid), s.run(x, own, module=module), 0),

@@ -193,10 +193,12 @@ def _slope_error(
     for number in range(_DIRECTIONS):
         # Towards the next row, hence within the domain of the layer.
         place = value.lerp(value.roll(1, 0), 0.01 * number)
-        x, own = (v if v is None else v.clone().requires_grad_() for v in (place, cond))
+        generator = s.generator(f"ways {inverse} {bool(parameters)} {number}")
+        # Conditions may all lie on a kink, such as zeros before a ReLU.
+        near = None if cond is None else cond + 0.01 * number * torch.randn(cond.shape, generator=generator).to(cond)
+        x, own = (v if v is None else v.clone().requires_grad_() for v in (place, near))
         leaves = parameters or [x if own is None else own]
         slopes = torch.autograd.grad(weighted(s, *s.run(x, inverse, cond=own)), leaves, allow_unused=True)
-        generator = s.generator(f"ways {inverse} {bool(parameters)} {number}")
         directions = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in leaves]
         along, steps = directions[0], []
         if parameters:
@@ -205,7 +207,7 @@ def _slope_error(
             along, steps = torch.zeros_like(value), directions
         slope = sum((g * v).sum() for g, v in zip(slopes, directions, strict=True) if g is not None)
         for step in _STEPS:
-            high, low = (_moved(s, layer, place, inverse, sign * step, along, steps, cond) for sign in (1, -1))
+            high, low = (_moved(s, layer, place, inverse, sign * step, along, steps, near) for sign in (1, -1))
             found = (high - low) / (2 * step)
             errors.append(relative(found, torch.as_tensor(slope).to(found)))
         if min(errors) < _SMOOTH:
@@ -222,6 +224,8 @@ def _moved(
     pairs = zip(*([p for p in part.parameters() if p.requires_grad] for part in (layer, s.layer)), strict=True)
     for (moved, given), own in zip(pairs if by else (), by, strict=True):
         moved.copy_(given + step * own)
+    if by:
+        layer.train().eval()  # where layers drop what they have cached of their parameters
     value, cond = (value + step * along, None) if cond is None else (value, cond + step * along)
     return weighted(s, *s.run(value, inverse, cond=cond, layer=layer))
 

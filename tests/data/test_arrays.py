@@ -400,6 +400,8 @@ def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
     ('"name, of a",b,"c"', ",", ("name, of a", "b", "c")),
     ('"weight, kg";b;"c"', ";", ("weight, kg", "b", "c")),
     ("weight, kg;b;c", ";", ("weight, kg", "b", "c")),
+    ("Temp (C; F),b,c", ",", ("Temp (C; F)", "b", "c")),
+    ("a;x,b;y,c;z", ",", ("a;x", "b;y", "c;z")),
     ('height 5",weight 6",c', ",", ('height 5"', 'weight 6"', "c")),
     ('# "a, b";b;c', ";", ("a, b", "b", "c")),
     ("\ta\tb", "\t", ("", "a", "b")),

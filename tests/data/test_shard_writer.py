@@ -157,6 +157,20 @@ def test_a_killed_writer_is_continued(tmp_path, monkeypatch):
     assert not list((tmp_path / "out").glob(".*.tmp")) and not (tmp_path / "out" / ".lock").exists()
 
 
+def test_a_part_written_in_another_order_is_not_continued(tmp_path):
+    """Held-out items would be there twice and others not at all; all shards of an earlier version stay as they are."""
+    write_shards(small(), tmp_path, 10, {})
+    record = json.loads((tmp_path / RECORD).read_text())
+    (tmp_path / RECORD).write_text(json.dumps({key: value for key, value in record.items() if key != "order"}))
+    before = bytes_of(tmp_path)
+    write_shards(small(), tmp_path, 10, {})
+    assert {name: held for name, held in bytes_of(tmp_path).items() if name != RECORD} == {
+        name: held for name, held in before.items() if name != RECORD}
+    (tmp_path / "val-000000.tar").unlink()
+    with pytest.raises(InputError, match="an earlier version, in another order"):
+        write_shards(small(), tmp_path, 10, {})
+
+
 def test_other_data_in_the_same_folder_are_refused(tmp_path):
     out = tmp_path / "out"
     write_shards(small(), out, 10, {"seed": 0})

@@ -81,6 +81,9 @@ MUTANTS: dict[str, AttentionMutant] = {
         softmaxes.Explicit, claimed=("causal", "full", "derivatives"), causal=True, left=2, reach=(2, 0)
     ),
     "nothing (dropout on weights)": _own(softmaxes.DroppedWeights, claimed=("unordered", "full")),
+    "nothing (layer of dropout)": _own(softmaxes.DropoutLayer, claimed=("unordered", "full")),
+    "nothing (dropout by another name)": _own(softmaxes.OtherDropout, claimed=("unordered", "full")),
+    "nothing (batch statistics)": _own(softmaxes.Normalised),
     "nothing (segment means)": _own(mechanisms.SegmentMeans),
     "nothing (predicted centre)": _own(mechanisms.PredictedCentre),
     "nothing (windows)": _own(mechanisms.OwnWindows, claimed=("derivatives",), c=4, reach=(2, 1)),

@@ -210,6 +210,37 @@ class DroppedOutput(Explicit):
         return nn.functional.dropout(super().forward(x, mask), self.dropout, self.training)
 
 
+class DropoutLayer(Explicit):
+    """Dropout on the weights by a layer called dropout. Sound as it is."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__(dim, heads)
+        self.dropout = nn.Dropout(0.5)
+
+    def mix(self, weights, v):
+        return super().mix(self.dropout(weights), v)
+
+
+class OtherDropout(Explicit):
+    """Dropout on the weights with a probability of another name. Sound as it is."""
+
+    attn_dropout = 0.5
+
+    def mix(self, weights, v):
+        return super().mix(nn.functional.dropout(weights, self.attn_dropout, self.training), v)
+
+
+class Normalised(Explicit):
+    """The output is normalised by statistics of the batch. Sound as it is in evaluation."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__(dim, heads)
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, x, mask=None):
+        return self.norm(super().forward(x, mask).mT).mT
+
+
 class DroppedWeights(Attention):
     """Dropout on the weights. Sound as it is."""
 

@@ -58,6 +58,8 @@ MUTANTS: dict[str, Mutant] = {
     "nothing (coupling)": _mutant(couplings.Couple, _VECTOR),
     "nothing (conditional coupling)": _mutant(lambda: couplings.Couple(cond=2), _VECTOR, cond=2),
     "nothing (spline)": _mutant(couplings.Bend, _VECTOR),
+    "nothing (condition at a kink)": _mutant(lambda: couplings.KinkedCondition(cond=2), _VECTOR, cond=2),
+    "nothing (inverse kept while evaluating)": _mutant(lambda: layers.KeptInverse(3), _IMAGE),
     "sign of the inverse's log-det": _mutant(
         lambda: layers.FlippedSign(3), _IMAGE, "log-det inverse", "log-dets cancel"
     ),

@@ -158,6 +158,29 @@ class MaskInPlace(Stretch):
         return result
 
 
+class KeptInverse(Stretch):
+    """A sound layer: 1 / scale is kept while evaluating, until the mode is set or a state is loaded."""
+
+    def __init__(self, channels: int):
+        super().__init__(channels)
+        self.kept = None
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        self.kept = None
+
+    def train(self, mode: bool = True):
+        self.kept = None
+        return super().train(mode)
+
+    def _inverse(self, z, cond, mask):
+        if self.training or torch.is_grad_enabled():
+            return super()._inverse(z, cond, mask)
+        if self.kept is None:
+            self.kept = (-self.log_scale).exp()
+        return (z - self.per_channel(self.shift, z)) * self.per_channel(self.kept, z).to(z), -self.volume(z, mask)
+
+
 class StaleInverse(Stretch):
     """The inverse scale is computed once and kept, also when other weights are loaded."""
 
