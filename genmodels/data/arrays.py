@@ -7,6 +7,7 @@ import hashlib
 import re
 import zipfile
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -78,7 +79,7 @@ def columns_of(path: Path) -> tuple[str, ...]:
     if path.suffix.lower() not in TABLES:
         return ()
     with open(path, encoding="utf-8-sig") as file:
-        return tuple(_heading([line for line in file if line.strip()], path)[0])
+        return tuple(_heading(list(islice((line for line in file if line.strip()), 2)), path)[0])
 
 
 def _heading(lines: list[str], path: Path) -> tuple[list[str], str | None]:
@@ -113,7 +114,7 @@ def _read_table(path: Path, where: str) -> dict[str, np.ndarray]:
     if not lines:
         raise InputError(f"{where} is empty")
     first = next(iter(lines))
-    heading, delimiter = _heading(list(lines.values()), path)
+    heading, delimiter = _heading(list(islice(lines.values(), 2)), path)
     if heading:
         if heading == [str(number) for number in range(len(heading))]:
             print(f"{path}: line {first} only numbers the columns, as pandas does without names, and is no item; if it "
@@ -265,13 +266,13 @@ class Arrays(DataModule):
         x, y = sources[base]
         missing = [0.0 if name in sources else f for name, f in zip(SPLITS, self.fractions, strict=True)]
         rows = dict(zip(SPLITS, split_rows(y, len(x), tuple(missing), self.seed), strict=True))
+        rows |= {name: mixed(rows[name], self.seed) for name in SPLITS[1:]}  # tables may be sorted by class
         own = {name: source for name, source in sources.items() if name in SPLITS[1:]}
         held = {id(x): kind.held(x) for x, _ in sources.values()}
         splits = {}
         for name in SPLITS:
             x, y = own.get(name, sources[base])
-            held_out = name not in own and name != "train"
-            chosen = torch.arange(len(x)) if name in own else mixed(rows[name], self.seed) if held_out else rows[name]
+            chosen = torch.arange(len(x)) if name in own else rows[name]
             data = held[id(x)]
             splits[name] = MappedData(x, kind.convert, y, chosen) if data is None else TensorData(data, y, chosen)
         return splits
