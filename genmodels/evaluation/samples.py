@@ -412,7 +412,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
         made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
         write_whole(target, lambda file: first.save(file, format="GIF", save_all=True, append_images=rest,
                                                     duration=milliseconds, loop=0, comment=made.encode()))
-        return f"path of {counted(shown.shape[1], 'sample')} in {len(shown)} frames: {target}"
+        return f"trajectory of {counted(shown.shape[1], 'sample')} in {len(shown)} frames: {target}"
     rows = min(8, shown.shape[1])
     tiles = [image for k in range(rows) for image in images_of(shown[:, k], spec, smallest=LEGIBLE)]
     names = [f"step {int(of_steps[k])}" for k in chosen] * rows
@@ -421,7 +421,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     numbers = [f"{i}{classes[k]}" for k, i in enumerate(samples.index[:rows].tolist()) for _ in chosen]
     sheet = grid(tiles, columns=len(shown), names=names, numbers=numbers)
     save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples, spec))
-    return f"path of {counted(rows, 'sample')} in {len(shown)} frames: {target}"
+    return f"trajectory of {counted(rows, 'sample')} in {len(shown)} frames: {target}"
 
 
 def _classes(samples, spec: DataSpec) -> dict:
