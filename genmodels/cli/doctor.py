@@ -16,6 +16,7 @@ from genmodels.core.errors import InputError, RunError, first_line, printable
 from genmodels.core.files import check_writable, kind_of, write_text
 
 GIGABYTE = 1e9
+_LIST = "# problems found by genmodels doctor"
 PAIR = "pip uninstall -y torch torchvision && pip install torch torchvision"
 
 
@@ -40,6 +41,9 @@ def main(words: list[str]) -> int:
         if fix_list.exists() and not fix_list.is_file():
             raise InputError(f"--fix-list={fix_list} is {kind_of(fix_list)}, not a file")
         check_writable("--fix-list", fix_list)
+        if fix_list.is_file() and fix_list.stat().st_size and _LIST.encode() != fix_list.read_bytes()[: len(_LIST)]:
+            raise InputError(f"--fix-list={fix_list} exists, is no list of the doctor's and would be replaced: give "
+                             "another name")
     if wrong := [word for word in words if "=" not in word and not word.startswith("~")]:
         raise InputError(f"cannot read {wrong[0]!r}: write key=value, as in data=image_folder data.root=photos; "
                          "`genmodels train --keys` lists the settings")
@@ -171,7 +175,7 @@ def check_data(words: list[str], fix_list: Path | None = None, read: dict | None
         read.update(config=config, data=datamodule)
     problems = [printable(problem) for problem in datamodule.problems()]
     if fix_list is not None:
-        write_text(fix_list, "".join(f"{problem}\n" for problem in problems))
+        write_text(fix_list, "\n".join([_LIST, *problems, ""]))
     if problems:
         more = f" (and {len(problems) - 1} more:" + "".join(f"\n        {p}" for p in problems[1:]) + ")"
         raise Failed(problems[0] + (more if len(problems) > 1 else "") + to_look_at(datamodule.warnings()))

@@ -204,6 +204,8 @@ def _check_targets(target: Path, path: str | None, spec: DataSpec, numbers: Sequ
         if Path(path).resolve() == target.resolve():
             raise InputError(f"path={path} names the file of the samples: give another")
         place = Path(path).resolve()
+        if place.is_file() and place.stat().st_size and not made_of(place):
+            raise InputError(f"path={path} exists, is no trajectory and would be replaced: give another name")
         if place.parent == target.resolve() and place in {sample_file(target, k).resolve() for k in numbers}:
             raise InputError(f"path={path} names the file of a sample in out={target}: give another")
 

@@ -282,7 +282,6 @@ def write_utterance(
                        f"any sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
     held = io.BytesIO()
     factor = write_wav(held, found.wave, config.sample_rate)
-    write_whole(target, lambda file: file.write(held.getvalue()))
     seconds = len(found.wave) / config.sample_rate
     lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
@@ -293,6 +292,7 @@ def write_utterance(
         for text, tokens, durations, _ in found.parts
     ]}
     write_text(target.with_suffix(".json"), json.dumps(plain, indent=1, default=str) + "\n")
+    write_whole(target, lambda file: file.write(held.getvalue()))  # last, since only its .json says that it is ours
     return [*lines, f"mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
 
 

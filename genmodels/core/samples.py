@@ -293,6 +293,8 @@ class Trajectory:
 def check_companions(target: Path, others: Iterable[Path] | None = None) -> None:
     """Refuse to replace what is not known to be ours: sound, arrays, or files next to a `target` that does not exist.
 
+    A record without its `target` is left by a process that was killed.
+
     Arguments:
         target: the file that was asked for.
         others: what is written next to it; None for the companions of samples.
@@ -307,7 +309,7 @@ def check_companions(target: Path, others: Iterable[Path] | None = None) -> None
         if held and target.suffix.lower() in (".wav", ".npz") and not says_how(target):
             raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
     for place in others:
-        if place.exists() and not target.exists():
+        if place.exists() and not target.exists() and not says_how(target):
             raise InputError(f"out={target} also writes {place}, which exists: give another name")
 
 

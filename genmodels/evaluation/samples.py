@@ -196,10 +196,13 @@ def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str
 
 
 def made_of(path: Path) -> dict[str, str]:
-    """How a picture of samples was made; empty for another file."""
+    """How a picture of samples, or an animation of their trajectory, was made; empty for another file."""
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the pixels of a large grid are not read
     try:
         with Image.open(path) as image:
+            if image.format == "GIF":
+                made = json.loads(image.info.get("comment", b"{}"))
+                return made if isinstance(made, dict) else {}
             return {str(k)[10:]: value for k, value in image.info.items() if str(k).startswith("genmodels.")}
     except (OSError, ValueError):
         return {}

@@ -108,10 +108,12 @@ class TrainerOptions:
             at_least(1, **{f"trainer.{key}": 1 if getattr(self, key) is None else getattr(self, key)})
         for key in ("validate_every_n_steps", "sample_every_n_steps", "early_stopping"):
             at_least(0, **{f"trainer.{key}": getattr(self, key)})
+        if isinstance(self.devices, str) and re.fullmatch(r"-?\d+", self.devices):
+            self.devices = int(self.devices)
         if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
             raise InputError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
-        if isinstance(self.devices, str) and not re.fullmatch(r"auto|-1|\d+(,\d+)*", self.devices):
-            raise InputError(f"trainer.devices must be a number of processes, or auto, got {self.devices!r}")
+        if isinstance(self.devices, str) and not re.fullmatch(r"auto|\d+(,\d+)*", self.devices):
+            raise InputError(f"trainer.devices must be a number of processes, auto, or a list as in 0,1, got {self.devices!r}")
         one_of("trainer.accelerator", self.accelerator,
                ("auto", "gpu", *AcceleratorRegistry.available_accelerators()))
         if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):

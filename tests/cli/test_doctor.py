@@ -188,6 +188,16 @@ def test_a_list_that_cannot_be_written_is_said_before_anything_is_checked(name, 
     assert printed.err.count("\n") == 1 and f"--fix-list={name}" in printed.err and printed.out == ""
 
 
+def test_only_lists_are_replaced(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    for _ in range(2):
+        assert doctor.main(["data=toy", "--fix-list", str(tmp_path / "bad.txt")]) == 0
+    (tmp_path / "manifest.tsv").write_text("a.wav\thello\n", encoding="utf-8")
+    assert main(["doctor", "data=toy", "--fix-list", str(tmp_path / "manifest.tsv")]) == 2
+    assert "manifest.tsv exists, is no list of the doctor's" in capsys.readouterr().err
+    assert (tmp_path / "manifest.tsv").read_text(encoding="utf-8") == "a.wav\thello\n"
+
+
 def test_the_list_may_be_in_the_home_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "CHECKS", {})
@@ -209,7 +219,7 @@ def test_problems_do_not_control_the_terminal(monkeypatch, tmp_path):
     with pytest.raises(Failed) as caught:
         doctor.check_data(["data=toy"], tmp_path / "bad.txt")
     assert all(line.isprintable() for line in str(caught.value).split("\n")) and "\nOK" not in str(caught.value)
-    assert (tmp_path / "bad.txt").read_text() == "\\x1b[2J.png: empty\\nOK    data: fine\n"
+    assert (tmp_path / "bad.txt").read_text() .split("\n")[1:] == ["\\x1b[2J.png: empty\\nOK    data: fine", ""]
 
 
 def test_a_word_that_is_no_setting_is_a_usage_error(capsys):

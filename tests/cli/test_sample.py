@@ -16,7 +16,7 @@ import genmodels as gm
 from genmodels.cli.main import main
 from genmodels.cli.sample import check_replaced, default_target, run
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import SPLITS
@@ -139,6 +139,17 @@ def test_what_does_not_go_together_is_one_line(folder, options, said):
         run(ckpt=str(folder), n=2 if "interpolate" not in options else 64, **{"out": None} | options)
 
 
+@pytest.mark.parametrize("name", ["path.png", "path.gif"])
+def test_a_trajectory_replaces_only_trajectories(folder, tmp_path, name):
+    for _ in range(2):
+        run(ckpt=str(folder), n=2, steps=2, out=str(tmp_path / "x.npz"), path=str(tmp_path / name))
+    Image.new("P", (8, 8)).save(tmp_path / f"mine_{name}")
+    before = (tmp_path / f"mine_{name}").read_bytes()
+    with pytest.raises(InputError, match=f"path=.*mine_{name} exists, is no trajectory and would be replaced"):
+        run(ckpt=str(folder), n=2, steps=2, out=str(tmp_path / "x.npz"), path=str(tmp_path / f"mine_{name}"))
+    assert (tmp_path / f"mine_{name}").read_bytes() == before
+
+
 def test_vectors_become_a_table_that_is_read_back(tmp_path):
     spec = DataSpec("people", (3,), num_classes=2, class_names=("a", "b"), columns=("age", "height", "weight"))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-8, 1.0, 1e8])
@@ -163,6 +174,12 @@ def test_the_files_beside_samples_are_not_replaced(tmp_path, name, beside):
     (tmp_path / beside).write_text("mine", encoding="utf-8")
     with pytest.raises(InputError, match=f"{name} also writes .*{beside}, which exists"):
         run(ckpt="nothing", out=str(tmp_path / name))
+
+
+def test_a_record_of_samples_that_were_not_written_is_replaced(tmp_path):
+    (tmp_path / "x.json").write_text('{"index": "0-3"}', encoding="utf-8")
+    with pytest.raises(RunError, match="nothing: no such checkpoint"):
+        run(ckpt="nothing", out=str(tmp_path / "x.wav"))
 
 
 def test_the_files_beside_a_table_are_not_replaced(tmp_path):

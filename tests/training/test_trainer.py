@@ -134,12 +134,16 @@ def test_steps(options, steps):
 @pytest.mark.parametrize(
     "options",
     [{"precision": "16-mixed"}, {"max_steps": 0}, {"accumulate": 0}, {"validate_every_n_steps": -1}, {"num_nodes": 0},
-     {"devices": "x"}, {"devices": "1,"}, {"accelerator": "banana"}, {"strategy": "banana"}],
+     {"devices": "x"}, {"devices": "1,"}, {"devices": "0"}, {"accelerator": "banana"}, {"strategy": "banana"}],
 )
 def test_refused(options):
     (key,) = options
     with pytest.raises(ValueError, match=f"trainer.{key}"):
         TrainerOptions(**options)
+
+
+def test_devices_as_a_word_are_a_number():
+    assert [TrainerOptions(devices=devices).devices for devices in ("2", "-1", "auto", "0,1")] == [2, -1, "auto", "0,1"]
 
 
 TINY = ["train", "model=nsf", "data=toy", "~preset", "data.batch_size=32", "model.layers=1", "model.hidden=8",
