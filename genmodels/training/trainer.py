@@ -113,7 +113,8 @@ class TrainerOptions:
         if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
             raise InputError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
         if isinstance(self.devices, str) and not re.fullmatch(r"auto|\d+(,\d+)*", self.devices):
-            raise InputError(f"trainer.devices must be a number of processes, auto, or a list as in 0,1, got {self.devices!r}")
+            raise InputError("trainer.devices must be a number of processes, auto, or a list as in 0,1, got "
+                             f"{self.devices!r}")
         one_of("trainer.accelerator", self.accelerator,
                ("auto", "gpu", *AcceleratorRegistry.available_accelerators()))
         if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):
