@@ -236,7 +236,8 @@ def abilities(model: gm.Model) -> list[str]:
     if model.spec.text is not None:
         return ["Speech"]
     pictures = model.spec.is_image and model.spec.levels is not None
-    known = {"Inpainting": model.network.takes("known"), "Interpolation": hasattr(model.network, "latents"),
+    known = {"Inpainting": model.network.takes("known"),
+             "Interpolation": hasattr(model.network, "latents") and getattr(model.network, "has_velocity", True),
              "Likelihood": True}
     return ["Samples", *(name for name, able in known.items() if able and pictures)]
 

@@ -151,6 +151,9 @@ def teacher_prediction(
     return teacher.at_log_snr(x, log_snr.clamp(min=teacher.schedule.end_points[1]), cond, mask)
 
 
+_LEAST_WEIGHT = 1e-3  # of the first step of a sample, over the largest
+
+
 class ProgressiveDistillation(Simple):
     """The squared error of a student whose step of 1/N should equal two (or more) DDIM steps of the teacher.
 
@@ -164,7 +167,7 @@ class ProgressiveDistillation(Simple):
         teacher_steps: steps of the teacher within one step of the student.
         weighting, time_sampler: see `Simple`.
 
-    Errors: fewer than one step; `check` refuses a weighting that is 0 at the end of the path.
+    Errors: fewer than one step; `check` refuses a weighting that is nearly 0 at the end of the path.
     Source: Salimans and Ho, "Progressive distillation for fast sampling of diffusion models", 2022, algorithm 2.
 
     Example:
@@ -184,12 +187,13 @@ class ProgressiveDistillation(Simple):
         self.teacher, self.steps, self.teacher_steps = teacher, steps, teacher_steps
 
     def check(self, denoiser) -> None:
-        """Raise where the first step of a sample would not be trained."""
+        """Raise where the first step of a sample would hardly be trained."""
         super().check(denoiser)
-        end = torch.ones(1, dtype=torch.float64)
-        log_snr, rate = denoiser.schedule.log_snr(end), denoiser.schedule.log_snr_rate(end)
-        if float(self.weighting(denoiser.parameterisation, log_snr, rate)) == 0:
-            raise InputError("weighting: the chosen one is 0 at pure noise, where this path ends and every sample "
+        t = torch.arange(1, self.steps + 1, dtype=torch.float64) / self.steps
+        log_snr, rate = denoiser.schedule.log_snr(t), denoiser.schedule.log_snr_rate(t)
+        weights = self.weighting(denoiser.parameterisation, log_snr, rate)
+        if float(weights[-1]) <= _LEAST_WEIGHT * float(weights.max()):
+            raise InputError("weighting: the chosen one is nearly 0 at the noisy end of the path, where every sample "
                              "begins: choose none")
 
     def at_times(

@@ -59,7 +59,8 @@ def invert(
     """The latents of data, from which a deterministic sampler leads back to them.
 
     The probability-flow ODE is solved from the last noisy time to the first; more steps give a more exact
-    reconstruction. Source: Song, Meng, Ermon 2021, section 5.4.
+    reconstruction. A self-conditioned network sees no estimates, with which the way back would be another one. Source:
+    Song, Meng, Ermon 2021, section 5.4.
 
     Arguments:
         x0: (B, *event).
@@ -76,12 +77,30 @@ def invert(
         >>> round(float(z), 1)  # as many standard deviations from the mean as x0 is
         1.4
     """
-    sampler = sampler or HeunSampler()
     rising = times.detach().to("cpu", torch.float64).flip(0)
     rising = rising[rising > 0]
     alpha, _ = alpha_sigma(denoiser.schedule.log_snr(rising[:1]))
-    x, masked = hide(x0, mask) * alpha.to(x0), Counted(denoiser, mask)
-    for t, s in zip(rising[:-1], rising[1:], strict=True):
+    return follow(denoiser, x0 * alpha.to(x0), rising, sampler=sampler, cond=cond, mask=mask)
+
+
+@torch.no_grad()
+def follow(
+    denoiser, x: Tensor, times: Tensor, *, sampler: Sampler | None = None, cond: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The end of the probability-flow ODE from x at the first of the times, up or down; arguments as of `invert`.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, uniform_log_snr
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(1, dtype=torch.float64), 0.25)
+        >>> z, times = torch.tensor([[1.4]], dtype=torch.float64), uniform_log_snr(exact.schedule, 100)
+        >>> round(float(follow(exact, z, times)), 1)
+        0.7
+    """
+    sampler, masked, x = sampler or HeunSampler(), Counted(denoiser, mask), hide(x, mask)
+    masked.self_conditioning = False
+    times = times.detach().to("cpu", torch.float64)
+    for t, s in zip(times[:-1], times[1:], strict=True):
         x, _ = sampler(masked, x, t, s, None, None, cond)
     return hide(x, mask)
 

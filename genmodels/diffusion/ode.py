@@ -45,8 +45,7 @@ def exact_divergence(field: Field, x: Tensor, mask: Tensor | None = None) -> tup
         used = spread(mask, x).expand_as(x).flatten(1).any(0).nonzero().flatten().tolist()
     total = torch.zeros(len(x), dtype=x.dtype, device=x.device)
     for i in used:
-        (gradient,) = torch.autograd.grad(y, x, units[i].view(x.shape[1:]).expand_as(y), retain_graph=True)
-        total += gradient.flatten(1)[:, i]
+        total += _weighted_gradient(y, x, units[i].view(x.shape[1:]).expand_as(y)).flatten(1)[:, i]
     return y.detach(), total[:, None]
 
 
@@ -69,9 +68,15 @@ def hutchinson(field: Field, x: Tensor, probes: Tensor, mask: Tensor | None = No
     estimates = []
     for probe in probes.unbind(1):
         e = hide(probe, mask)
-        (gradient,) = torch.autograd.grad(y, x, e, retain_graph=True)
-        estimates.append((gradient * e).flatten(1).sum(1))
+        estimates.append((_weighted_gradient(y, x, e) * e).flatten(1).sum(1))
     return y.detach(), torch.stack(estimates, 1)
+
+
+def _weighted_gradient(y: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """weights^T dy/dx, zeros where y does not depend on x."""
+    if not y.requires_grad:
+        return torch.zeros_like(x)
+    return torch.autograd.grad(y, x, weights, retain_graph=True, materialize_grads=True)[0]
 
 
 def rademacher(shape: tuple[int, ...], generator: Generator, *, device: torch.device | None = None) -> Tensor:

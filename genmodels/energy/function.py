@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import one_each, usable, wide
@@ -308,7 +310,7 @@ def directional(
     if route == "jet" and (with_score or cond is not None or not getattr(model, "has_jet", False)):
         raise InputError("the jet is for the sliced loss of an energy with rules for all its layers, without condition")
     training = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+    with _differentiated(x):
         x, directions, cond = usable(wide(x)), usable(directions), usable(cond)
         if route == "jet" and not training:
             with torch.no_grad():
@@ -316,6 +318,14 @@ def directional(
         leaf = x if training and x.requires_grad else x.detach().requires_grad_(route != "jet")
         result = _ROUTES[route](model, leaf, directions, cond, training, chunk)
     return result if training else Directional(*(None if part is None else part.detach() for part in result))
+
+
+@contextmanager
+def _differentiated(x: Tensor) -> Iterator[None]:
+    """Gradients of gradients, in full precision, and of attention by plain formulas, which alone have second ones."""
+    whole = torch.autocast(x.device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), whole, sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def cheapest_route(model: ScoreFunction, *, with_score: bool, cond: Tensor | None = None) -> Route:
@@ -343,7 +353,7 @@ def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk:
     if hasattr(model, "trace_and_score") and cond is None:
         with torch.autocast(x.device.type, enabled=False):
             return model.trace_and_score(wide(x))
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+    with _differentiated(x):
         x, cond = usable(wide(x)), usable(cond)
         leaf = x if training and x.requires_grad else x.detach().requires_grad_()
         score = like(leaf, model.score(leaf, cond))

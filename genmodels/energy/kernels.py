@@ -298,7 +298,7 @@ def annealed_langevin(
     check_temperature(temperature)
     x = _start(shape, temperature * sigmas[0], generator, start, dtype, device)
     smallest = sigmas[-1]
-    c = 0.1 * smallest**2 if step is None else step
+    c = 0.1 * smallest**2 if step is None else positive("step", step)
     with torch.no_grad():
         for i, sigma in enumerate(sigmas):
             h = c * sigma**2 / smallest**2

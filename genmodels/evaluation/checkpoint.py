@@ -55,8 +55,8 @@ class Request(SearchOptions):
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
         bound: of a diffusion model: with its T steps (discrete), with infinitely many (continuous), or both; auto is
             discrete, and for texts continuous, which few terms estimate better.
-        importance_samples: dequantisations per item, K, for flows, energy-based models and an ODE of exact divergence;
-            a list gives one line for each K; default 1 and 8; K = 1 is always included.
+        importance_samples: dequantisations per item, K, for flows and energy-based models (default 1 and 8; K = 1 is
+            always included) and for an ODE of exact divergence (default 1); a list gives one line for each K.
         ode: also compute the likelihood by the probability-flow ODE, on a separate line; auto does so for vectors of
             few dimensions, where it is fast.
         ode_options: its solver, tolerance, probes, ...

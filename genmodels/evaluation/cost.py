@@ -53,6 +53,16 @@ class EvaluationCounter:
         return max(self.counts, default=0)
 
 
+def rows_of(counter: EvaluationCounter, made: dict) -> int:
+    """The rows that a sampler evaluated: those counted, or what Markov chains report, which run a copy of the network.
+
+    Example:
+        >>> rows_of(EvaluationCounter(), {"acceptance": 0.9, "evaluations": 640})
+        640
+    """
+    return made["evaluations"] if "acceptance" in made else counter.rows
+
+
 def networks_of(core: nn.Module) -> list[nn.Module]:
     """The networks that a sampler evaluates: the core's own, or one in each layer of a flow."""
     for name in ("net", "network"):
@@ -100,7 +110,7 @@ def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0
     first = _timed(model, draw, batch_size)  # the first warm-up
     with EvaluationCounter(*networks_of(model.weights(weights))) as counter:
         samples = draw(batch_size, 0)  # the second one
-    evaluations = evaluations_per_sample(model, samples.made, counter.rows, batch_size)
+    evaluations = evaluations_per_sample(model, samples.made, rows_of(counter, samples.made), batch_size)
     repeats = max(1, min(5, int(budget / 4 / max(first, 1e-6))))
     batches = [_timed(model, draw, batch_size) for _ in range(repeats)]
     peak = _peak(model.device)

@@ -308,10 +308,10 @@ def check_options(models: Sequence[Opened]) -> None:
         if needed not in taken:
             held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
             raise InputError(f"{name} {'are' if ' and ' in name else 'is'} for {families}: {held}")
-    listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
-    if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
-        one_of("sampler", request.sampler, dict.fromkeys(name for names in listed for name in names))
     for opened in models:
+        if request.sampler is not None and opened.model.takes("sampler") and opened.model.samplers:
+            one_of("sampler" if len(models) == 1 else f"sampler of {opened.path}", request.sampler,
+                   opened.model.samplers)  # before the likelihoods, which may take long
         if request.temperature not in (None, 1) and not takes_temperature(opened.model, request.sampler):
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
                              f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "

@@ -182,8 +182,8 @@ def precision_recall_errors(real: Tensor, generated: Tensor, k: int = 3) -> tupl
         se^2 = mean over splits of (s_1 - s_2)^2 / 4,   s_1, s_2 the shares between the first and the second halves
 
     The halves are disjoint, so that s_1 - s_2 has twice the variance of s_1, which has about twice that of the share of
-    the whole sets. A binomial error would ignore that the balls are random too, and hold several points at once. None
-    for fewer than 2 (k + 1) items.
+    the whole sets. A binomial error would ignore that the balls are random too, and hold several points at once. 1.5/n
+    where all halves agree, half of the "rule of three" for a share of 0 or 1. None for fewer than 2 (k + 1) items.
 
     Example:
         >>> x = torch.randn(2, 100, 2, generator=torch.Generator().manual_seed(0))
@@ -198,7 +198,7 @@ def precision_recall_errors(real: Tensor, generated: Tensor, k: int = 3) -> tupl
         a, b = (x[torch.randperm(n, generator=generator)] for x in (real, generated))
         one, other = precision_recall(a[:half], b[:half], k), precision_recall(a[half:][:half], b[half:][:half], k)
         squares.append([(s_1 - s_2) ** 2 for s_1, s_2 in zip(one, other, strict=True)])
-    return tuple(math.sqrt(sum(each) / (4 * len(squares))) for each in zip(*squares, strict=True))
+    return tuple(math.sqrt(sum(each) / (4 * len(squares))) or 1.5 / n for each in zip(*squares, strict=True))
 
 
 def _share_inside(points: Tensor, of: Tensor, k: int) -> float:

@@ -36,6 +36,7 @@ from genmodels.evaluation.speech import speech_of, transcription_of
 from genmodels.flows.flow import class_posterior
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow, is_of_noisy_data
+from genmodels.models.score import SAMPLERS as LEVEL_SAMPLERS
 
 
 def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Sequence[str] = ()) -> dict:
@@ -208,8 +209,8 @@ def sample_parts(state: EvaluationState, key: str, n: int, options: dict, measur
                 samples = next(drawn)
             # A copy: a slice would hold, and be stored with, all samples of the part.
             found = {"x": samples.x[: max(0, shown - parts[number].start)].clone(), "cond": samples.cond,
-                     "index": samples.index, "outside": samples.outside, "made": samples.made, "rows": counter.rows,
-                     "seconds": time.monotonic() - start}
+                     "index": samples.index, "outside": samples.outside, "made": samples.made,
+                     "rows": cost.rows_of(counter, samples.made), "seconds": time.monotonic() - start}
             if measured:
                 found |= measure_samples(state, network, items, samples, measured == "copies")
             if measured == "copies":
@@ -427,8 +428,9 @@ class FidelityStage:
         values = _TEMPERATURES
         if key == "steps":
             most = getattr(model, "num_steps", None)
-            values = sorted({min(v, most) for v in (*_STEPS, most)}) if most else [10, 40, 160]
-            values = getattr(model, "swept_steps", values)
+            values = getattr(model, "swept_steps", (*_STEPS, most) if most else (10, 40, 160))
+            least = 2 if self.state.request.sampler in LEVEL_SAMPLERS else 1  # the first and the last noise level
+            values = sorted({max(least, min(value, most or value)) for value in values})
         found, features = Sweep(key=key, sampler=None, n=len(real), values=list(values)), network(real)
         for value in values:
             drawn = self._drawn(len(real), "features", **{key: value})

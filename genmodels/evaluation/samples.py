@@ -104,7 +104,9 @@ def draw_parts(
 
 
 def takes_temperature(model, sampler: str | None) -> bool:
-    """Whether a sampler (None for the default) scales its noise, rather than drawing from p^beta as chains do."""
+    """Whether a sampler (None for the default) scales its noise: chains draw from p^beta, others start from data."""
+    if model.spec.source is not None:
+        return False
     options = model.own_options()
     return "inverse_temperature" not in options or "eta" in options and sampler in (None, *SAMPLERS)
 

@@ -164,7 +164,7 @@ class Bijection(nn.Module):
         found = [(joined(name, child_name), child) for child_name, child in self.named_children()]
         while found:
             name, part = found.pop(0)
-            if isinstance(part, Bijection):
+            if hasattr(part, "uninitialized"):  # a bijection, or a compiled one
                 yield from part.uninitialized(name)
             elif isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 found[:0] = [(joined(name, child_name), child) for child_name, child in part.named_children()]

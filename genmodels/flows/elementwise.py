@@ -442,7 +442,7 @@ class _Root(torch.autograd.Function):
 
 
 class _EagerRoot(_Root):
-    """With forward mode too, which torch.compile refuses; second derivatives work by `jacfwd(jacrev)` only."""
+    """With forward mode too, which torch.compile refuses; `jvp` itself has no forward derivative."""
 
     @staticmethod
     def jvp(ctx, v: Tensor, *tangents: Tensor) -> Tensor:

@@ -189,12 +189,12 @@ class RecomputationErrors:
         self.gauge, self.first = gauge, first
         zero = z.new_zeros(())
         self.error, self.size = [zero] * layers, [zero] * layers
-        self.extremes = [zero, zero] * layers + list(z.detach().aminmax() if len(z) else (zero, zero))
+        self.extremes = [zero, zero] * layers + list(z.detach().aminmax() if z.numel() else (zero, zero))
 
     def compare(self, k: int, x: Tensor, true: Tensor) -> None:
         """Record the recomputed input of layer k of this pass, with the exact one of a few examples."""
-        if not len(x):
-            return  # this process has no examples of the batch; `finish` still takes part in the reduction
+        if not x.numel():
+            return  # this process has no values of the batch; `finish` still takes part in the reduction
         self.error[k] = torch.dist(x[: len(true)], true, torch.inf)
         self.size[k] = torch.linalg.vector_norm(true, torch.inf)
         self.extremes[2 * k : 2 * k + 2] = x.aminmax()
@@ -291,13 +291,18 @@ class Health:
         return next((layer for layer in self.layers if not layer.drift <= threshold), None)
 
     def figures(self) -> dict[str, float]:
-        """The extremes over the layers: round trip, largest log-scale, smallest singular value, largest condition."""
-        found = {"round_trip": self.round_trip, "layer_drift": max((layer.drift for layer in self.layers), default=0.0)}
-        extremes = (("log_scale", max), ("smallest_singular_value", min), ("condition", max))
-        for key, extreme in extremes:
+        """The extremes over the layers: round trip, largest log-scale, smallest singular value, largest condition.
+
+        NaN where that of a layer is.
+        """
+        found = {"round_trip": self.round_trip, "layer_drift": 0.0}
+        extremes = {"drift": torch.amax, "log_scale": torch.amax, "smallest_singular_value": torch.amin,
+                    "condition": torch.amax}
+        for key, extreme in extremes.items():
             values = [value for layer in self.layers if (value := getattr(layer, key)) is not None]
             if values:
-                found[key] = extreme(values)
+                value = float(extreme(torch.tensor(values, dtype=torch.float64)))  # keeps NaN
+                found["layer_drift" if key == "drift" else key] = value
         return found
 
 

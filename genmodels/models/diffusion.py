@@ -23,15 +23,13 @@ from genmodels.diffusion import (
     Denoiser,
     DiffusionSampler,
     Elbo,
-    HeunSampler,
     Objective,
     OdeLikelihood,
     OnPath,
-    invert,
 )
-from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
 from genmodels.diffusion.flow_matching import PATHS, make_path
+from genmodels.diffusion.generation import follow, invert
 from genmodels.diffusion.ode import EXACT_UP_TO
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import make_network
@@ -397,11 +395,7 @@ class DiffusionModel(GenerativeModel):
         mask: Tensor | None = None,
     ) -> Tensor:
         """The end of the probability-flow ODE from noise (B, *event), in the network's units, by Heun's method."""
-        generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
-        return run_sampler(
-            self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
-            mask=mask, dtype=noise.dtype, device=noise.device, start=noise,
-        ).x
+        return follow(self.weights(weights), noise, self._latent_times(steps), cond=cond, mask=mask)
 
     def _latent_times(self, steps: int) -> Tensor:
         return self.sampler.times(self.core.schedule, "dpmpp_2m", min(steps, self.num_steps))

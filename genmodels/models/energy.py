@@ -231,7 +231,7 @@ class EnergyModel(ScoreMatched):
         key = (weights, method, self._state_of(core), *((seed, chains, steps) if method == "ais" else ()))
         if key not in self._normalisers:
             if method == "quadrature":
-                found = by_quadrature(core, self.spec.dims)
+                found = by_quadrature(core, self.spec.event_shape)
             else:
                 noise = KeyedGenerator(seed, torch.arange(chains, device=self.device), "ais")
                 base = base_of(self.mean, self.covariance)

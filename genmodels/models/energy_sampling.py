@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from genmodels.energy import (
     AnnealedImportanceSampling,
     EnergyFunction,
     GaussianBase,
+    LogDensity,
     Start,
     quadrature,
     run_chains,
@@ -55,16 +57,17 @@ class Normaliser:
         return cls(0.0, "unnormalised", {"estimate": "energy alone", "reason": reason})
 
 
-def by_quadrature(model: EnergyFunction, dims: int) -> Normaliser:
-    """log Z in one or two dimensions, on a box that is widened until the density at its edge is negligible.
+def by_quadrature(model: EnergyFunction, event_shape: tuple[int, ...]) -> Normaliser:
+    """log Z of events of one or two numbers, on a box that is widened until the density at its edge is negligible.
 
     Raises:
         RunError: when exp(-E) does not fall off.
     """
     device = next(model.parameters()).device
-    precise = copy.deepcopy(model).double()
+    precise, dims = copy.deepcopy(model).double(), math.prod(event_shape)
+    of_points = LogDensity(lambda x: -precise.energy(x.unflatten(1, event_shape)), second_derivatives=False)
     for half in _BOXES:
-        found = quadrature(precise, [(-half, half)] * dims, tolerance=1e-7, device=device)
+        found = quadrature(of_points, [(-half, half)] * dims, tolerance=1e-7, device=device)
         if found.edge < _EDGE:
             made = {"estimate": "quadrature", "log_z": found.log_z, "log_z_error": float(found.error), "box": half}
             return Normaliser(found.log_z, "exact", made)

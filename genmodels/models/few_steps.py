@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError, an
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
@@ -54,6 +55,14 @@ class FlowMapModel(DiffusionModel):
         objective.check(core)
         elbo = Elbo(self.decoder, self.num_steps, default_variance("simple", self.spec.levels))
         self.assemble(core, elbo, objective)
+
+    def draw(self, options: SamplingOptions) -> Samples:
+        """As for every diffusion model; along another path by the samplers of a velocity."""
+        by_map = options.sampler == "flow_map" or options.sampler is None and options.known is None
+        if options.along is not None and by_map:
+            raise InputError("the steps of a flow map are those of its own path: give along with another sampler, "
+                             "such as sampler=dpmpp_2m, or leave it out")
+        return super().draw(options)
 
 
 class ShortcutModel(FlowMapModel):
@@ -124,7 +133,7 @@ class MeanFlowModel(FlowMapModel):
 
 
 class StepModel(DiffusionModel):
-    """A denoiser made for few steps, which is not the mean of the data given x_t: no velocity, no likelihood.
+    """A denoiser made for few steps, which is not the mean of the data given x_t: no velocity, latents or likelihood.
 
     A family adds its objective and `usual_steps`. A student starts from its teacher's weights where their shapes fit
     and both have one parameterisation. Validation prints the energy distance of samples by the usual steps,
@@ -138,7 +147,7 @@ class StepModel(DiffusionModel):
 
     has_velocity = False
     has_ode_likelihood = False
-    swept_steps = (1, 2, 4, 20)
+    swept_steps: tuple[int, ...] = (1, 2, 4, 20)
     usual_steps = 1
 
     def __init__(self, spec: DataSpec, *, path: PathName = "linear", distill: str | None = None, **shared):
@@ -174,9 +183,24 @@ class StepModel(DiffusionModel):
             self.objective.teacher = load_teacher(self, "distill", self.distill).weights()
         return super().loss(batch, generator)
 
+    def draw(self, options: SamplingOptions) -> Samples:
+        """As for every diffusion model, by the sampler of the family; the others follow a velocity."""
+        if options.sampler not in (None, self.default_sampler):
+            raise InputError(f"{an(self.family)} has no velocity, which sampler={options.sampler} follows: leave "
+                             "sampler out")
+        return super().draw(options.with_default(sampler=self.default_sampler))
+
     def ode_likelihood(self, batch: Batch, **options) -> Likelihood:
         """Raise InputError: there is no velocity to follow."""
         raise InputError(f"{an(self.family)} has no velocity, and no likelihood by the ODE")
+
+    def latents(self, batch: Batch, *args, **options) -> Latents:
+        """Raise InputError: there is no velocity to follow."""
+        raise InputError(f"{an(self.family)} has no velocity, and no latents that lead to an item")
+
+    def follow(self, noise: Tensor, *args, **options) -> Tensor:
+        """Raise InputError: there is no velocity to follow."""
+        raise InputError(f"{an(self.family)} has no velocity to follow from noise: use sample")
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
         """No likelihood (NaN): the density of samples in few steps cannot be computed.
@@ -235,8 +259,9 @@ class ConsistencyModel(StepModel):
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The distance of two estimates at one time per example, at the stage of this step."""
-        if self._trainer is not None and self.trainer.max_steps > 0:
-            self.objective.progress = self.trainer.global_step / self.trainer.max_steps
+        if self._trainer is not None:
+            total = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
+            self.objective.progress = self.trainer.global_step / total
         return super().loss(batch, generator)
 
 
@@ -279,11 +304,18 @@ class ProgressiveModel(StepModel):
         if self.distill is None:
             raise InputError("progressive distillation needs a teacher: model.distill=<checkpoint of a diffusion or "
                              "flow matching>")
-        self.usual_steps = steps
+        self.usual_steps, self.swept_steps = steps, (steps,)
         self.assemble_steps(ProgressiveDistillation(None, steps=steps, teacher_steps=teacher_steps,
                                                     weighting=weighting, time_sampler=time_sampler))
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """As for every diffusion model, by default in N steps."""
-        usual = options.sampler in (None, self.default_sampler)
-        return super().draw(options.with_default(steps=self.usual_steps) if usual else options)
+        """As for every model of few steps, in its own N steps.
+
+        Raises:
+            InputError: for other steps, which it has not learned.
+        """
+        for key, own in (("steps", self.usual_steps), ("spacing", "uniform_t"), ("along", None)):
+            if getattr(options, key) not in (None, own):
+                raise InputError(f"{key}={getattr(options, key)}: this model has learned {self.usual_steps} equal "
+                                 f"steps of its path: leave {key} out, or train one for others with model.steps=")
+        return super().draw(options.with_default(steps=self.usual_steps))

@@ -167,8 +167,10 @@ class MaskedDiffusionModel(GenerativeModel):
         if scale == 1:
             return self.labels(options.cond, index), core
 
-        def guided(tokens: Tensor, cond: Tensor | None) -> Tensor:
-            return torch.lerp(core(tokens), core(tokens, cond), scale).log_softmax(-1)
+        def guided(tokens: Tensor, cond: Tensor) -> Tensor:
+            hidden = torch.full_like(cond, self.num_classes)
+            without, given = core(torch.cat([tokens, tokens]), torch.cat([hidden, cond])).chunk(2)
+            return torch.lerp(without, given, scale).log_softmax(-1)
 
         return self.labels(options.cond, index), guided
 

@@ -90,6 +90,8 @@ class ConvNet(Net):
             in_channels, out_channels, hidden, [hidden] * depth or [out_channels], dims, 3, attention=attention,
             **shared,
         )  # fmt: skip
+        if depth:
+            self.kinked = "relu"  # what its hidden layers call, for `require_smooth`
         self.layers = nn.ModuleList(
             CONVOLUTION[dims](hidden, hidden, 1) if number else CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
             for number in range(depth)
@@ -138,6 +140,8 @@ class GatedResidual(nn.Module):
         >>> GatedResidual(2, 8)(torch.randn(1, 8, 5, 5)).shape
         torch.Size([1, 8, 5, 5])
     """
+
+    kinked = "elu"  # which it calls, for `require_smooth`
 
     def __init__(self, dims: int, channels: int):
         super().__init__()
@@ -221,6 +225,8 @@ class NormedResidual(nn.Module):
         >>> NormedResidual(2, 8)(torch.randn(1, 8, 5, 5)).shape
         torch.Size([1, 8, 5, 5])
     """
+
+    kinked = "relu"  # which it calls, for `require_smooth`
 
     def __init__(self, dims: int, channels: int, dropout: float = 0.0):
         super().__init__()

@@ -288,7 +288,8 @@ def require_smooth(network: nn.Module) -> None:
         genmodels.core.errors.InputError: layer 1 (ReLU) is not twice differentiable: use softplus, silu, tanh
     """
     for name, layer in network.named_modules():
-        functions = [f for value in vars(layer).values() for f in _KINKED_FUNCTIONS if value is f]
+        functions = [f.__name__ for value in vars(layer).values() for f in _KINKED_FUNCTIONS if value is f]
+        functions += [layer.kinked] if hasattr(layer, "kinked") else []  # networks that call functions say so
         if isinstance(layer, _KINKED) or functions:
-            what = functions[0].__name__ if functions else type(layer).__name__
+            what = functions[0] if functions else type(layer).__name__
             raise InputError(f"layer {name or 'itself'} ({what}) is not twice differentiable: use {', '.join(SMOOTH)}")

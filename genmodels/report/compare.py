@@ -180,8 +180,12 @@ def compare(
             write_text(folder / name, text)
         lines.append(f"table: {folder / 'table.md'}")
         page = folder / "report.html"
-    write_page(table, [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
-    for evaluation, _ in done:
+    arrays = [{name: value.numpy() for name, value in evaluation.arrays.items()} for evaluation, _ in done]
+    write_page(table, arrays, page)
+    for (evaluation, target), held in zip(done, arrays, strict=True):
+        own = target.with_suffix(".html")
+        if own != page and own.exists():  # of the report that was replaced
+            write_page(make_table([replace(evaluation.report)], [evaluation.arrays], command=command), [held], own)
         options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
         log_evaluation(evaluation.opened.path, options, plain(evaluation.report), evaluation.opened.model.spec.name)
     faults = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]

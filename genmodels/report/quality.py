@@ -120,6 +120,7 @@ def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, a
     cond = model.array(model.report.samples.cond)
     classes = model.report.data.num_classes or 0
     turns = cond is not None and 2 <= classes <= 12 and len(x) > classes
+    turns = turns and bool((cond[: len(x)] == np.arange(len(x)) % classes).all())  # a class may have run out of items
     columns = classes if turns else int(np.ceil(np.sqrt(len(x))))
     if alone and len(x) >= 2 * columns:  # a single model has the whole width of the page
         columns *= 2

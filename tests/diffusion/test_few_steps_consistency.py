@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -267,5 +268,10 @@ def test_what_it_refuses_of_distillation():
         if weighting == "none":
             objective.check(student)
         else:
-            with pytest.raises(ValueError, match="0 at pure noise"):
+            with pytest.raises(ValueError, match="nearly 0 at the noisy end"):
                 objective.check(student)
+    path = make_path("vp_cosine", 1000)  # ends at a log-SNR of -15, where weights are small but not 0
+    for weighting, fine in {"none": True, "min_snr": False, "p2": False, "edm": False, "sigmoid": False}.items():
+        objective = ProgressiveDistillation(None, steps=4, weighting=weighting)
+        with contextlib.nullcontext() if fine else pytest.raises(ValueError, match="nearly 0 at the noisy end"):
+            objective.check(Denoiser(lambda x, log_snr, cond: x, path, V()))

@@ -173,6 +173,14 @@ def test_latents_lead_back_and_depend_on_the_class():
         interpolate(small(cond_drop=0.0), Batch(items.x, torch.tensor([3, 4])), 4)
 
 
+@pytest.mark.parametrize("self_conditioning", [False, True])
+def test_latents_of_points_lead_back(self_conditioning):
+    """Whether the network sees its last estimate or not, which it does not here."""
+    model = small(POINTS, num_steps=1000, self_conditioning=self_conditioning, net={"hidden": 16, "depth": 1})
+    items = Batch(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    assert (model.from_latents(model.latents(items)) - items.x).abs().max() < 5e-3
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

@@ -16,6 +16,7 @@ from genmodels.diffusion import (
     LinearLogSnrSchedule,
     LinearSchedule,
     MixtureDenoiser,
+    V,
     alpha_sigma,
     rescale_zero_terminal,
 )
@@ -401,6 +402,18 @@ def test_no_points_have_no_densities(divergence, columns):
     found = density(exact_denoiser("gaussian"), points()[:0], TOP, generator=torch.Generator())
     assert found.log_prob.shape == (0, columns) and found.latent.shape == points()[:0].shape
     assert found.evaluations.shape == (0,)
+
+
+@pytest.mark.parametrize("divergence", ["exact", "hutchinson"])
+@pytest.mark.parametrize("offset", [0.0, torch.zeros(1, requires_grad=True)])
+def test_a_velocity_that_does_not_depend_on_x_has_no_divergence(divergence, offset):
+    """v = 0 is the exact denoiser of N(0, I), whatever else it depends on."""
+    still = Denoiser(lambda x, log_snr, cond: torch.zeros_like(x) + offset, CosineSchedule(), V())
+    density = OdeDensity(divergence=divergence, solver="rk4", steps=8)
+    x = torch.tensor([[0.5, -1.0]], dtype=torch.float64)
+    found = density(still, x, TOP, generator=KeyedGenerator(0, torch.arange(1), "probes")).log_prob
+    expected = -0.5 * x.square().sum() - math.log(2 * math.pi)
+    assert bool(((found - expected).abs() < 1e-3).all())
 
 
 def test_probes_need_a_generator():

@@ -24,7 +24,9 @@ from genmodels.energy import (
     require_energy,
     trace,
 )
-from genmodels.flows import Affine, ChannelSplit, Compose, Coupling, DiagonalNormal, Flow
+from genmodels.flows import Affine, ChannelSplit, Compose, Coupling, DiagonalNormal, Flow, StandardNormal
+from genmodels.flows.coupling_flows import jet
+from genmodels.flows.tarflow import tarflow
 from genmodels.nn.energy_nets import EnergyMLP
 from genmodels.nn.perceptron import MLP
 from tests.parameters import scattered
@@ -148,6 +150,25 @@ def test_the_score_of_a_flow_of_the_library_is_minus_the_gradient_of_its_nll():
     score = LogDensity(flow).score(x)
     torch.testing.assert_close(score, minus_gradient_of_nll(flow, x), rtol=1e-10, atol=1e-10)
     assert (score - minus_gradient_of_nll(flow, x, logdet_counts=False)).abs().max() > 1e-3  # mutant
+
+
+@pytest.mark.parametrize("build", [
+    lambda: tarflow((1, 4, 4), blocks=2, width=8, depth=1, heads=2),
+    lambda: jet((1, 4, 4), couplings=2, patch=2, width=8, depth=1, heads=2)], ids=["tarflow", "jet"])
+def test_score_matching_through_a_flow_with_attention(build):
+    """The trace of its Jacobian against central differences of its score."""
+    bijection = build().double()
+    scattered(bijection, 0.3)
+    x = torch.randn(2, 1, 4, 4, generator=seeded(1), dtype=torch.float64)
+    bijection.initialize(x)
+    model = LogDensity(Flow(bijection, StandardNormal(bijection.out_shape((1, 4, 4)))))
+    found, step = trace(model, x)[0], 1e-5
+    expected = torch.zeros(2, dtype=torch.float64)
+    for unit in torch.eye(16, dtype=torch.float64).view(16, 1, 4, 4):
+        change = model.score(x + step * unit) - model.score(x - step * unit)
+        expected += (change * unit).flatten(1).sum(1) / (2 * step)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert SlicedScoreMatchingVR()(model, x, seeded()).isfinite().all()
 
 
 class LinearFlow(nn.Module):

@@ -415,6 +415,9 @@ def test_the_corrector_leaves_items_without_valid_frames_finite():
 def test_check_catches_rising_levels(monkeypatch):
     with pytest.raises(ValueError, match="from the largest to the smallest"):
         annealed_langevin(MIXTURE.with_noise(), (4, 2), LEVELS[::-1], keyed(torch.arange(4)))
+    for step in (-0.1, 0.0, math.nan):
+        with pytest.raises(ValueError, match="step must be a positive finite number"):
+            annealed_langevin(MIXTURE.with_noise(), (4, 2), LEVELS, keyed(torch.arange(4)), step=step)
     monkeypatch.setattr(annealed_module, "require_decreasing", lambda sigmas: None)
     with pytest.raises(AssertionError):
         finds_the_weights(with_more_steps, LEVELS[::-1], 500)

@@ -49,10 +49,12 @@ from genmodels.evaluation.likelihood import LikelihoodStage, row
 from genmodels.evaluation.report import faults, notes_on, plain
 from genmodels.evaluation.sample_quality import FidelityStage, sample_parts
 from genmodels.models.build import build
+from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.energy import EnergyModel
 from genmodels.models.energy_sampling import STEPS
+from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.mels import NOISE, even_lengths, with_noise
 from genmodels.models.normalizing_flows import NSF, RealNVP, TarFlow
 from genmodels.models.score import ScoreModel
@@ -903,6 +905,38 @@ def test_a_table_of_one_run_leaves_its_page(gaussians, tmp_path):
     assert (run / "report.html").read_bytes() == page
     assert f"table: {run / 'comparison' / 'table.md'}" in printed and (run / "comparison" / "report.html").exists()
     assert (run / "report_first20.json").exists() and (run / "report_last_first20.json").exists()
+
+
+def test_a_table_renews_the_pages_of_its_models(gaussians, tmp_path):
+    """The report is replaced, and its page would show other values."""
+    for place in ("a", "b"):
+        shutil.copytree(gaussians / "flow", tmp_path / place, ignore=shutil.ignore_patterns("report*"))
+    evaluate(f"ckpt={tmp_path}/a", "stages=[likelihood]", cwd=tmp_path)
+    page = tmp_path / "a" / "report.html"
+    before = page.read_text()
+    page.write_text("of older weights")
+    evaluate(f"ckpt=[{tmp_path}/a,{tmp_path}/b]", "stages=[likelihood]", cwd=tmp_path)
+    assert len(page.read_text()) > 0.9 * len(before) and "<html" in page.read_text()
+    assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "report.html").exists()
+
+
+def test_the_evaluations_of_swept_chains_are_those_of_their_steps(gaussians, tmp_path):
+    evaluate(f"ckpt={gaussians}/energy", "stages=[cost]", "sweeps=[steps]", "samples=130", f"out={tmp_path}/s.json",
+             cwd=tmp_path)
+    (sweep,) = report(tmp_path / "s.json")["sweeps"]
+    model, _ = load_model(gaussians / "energy" / "best.ckpt", trust=["tests"])
+    expected = [model.sample(4, steps=steps).made["evaluations"] / 4 for steps in sweep["values"]]
+    assert sweep["values"] == [10, 40, 160] and sweep["evaluations"] == pytest.approx(expected, rel=0.02)
+
+
+def test_a_sampler_that_one_model_of_a_table_has_not_is_refused_first(gaussians, digits, tmp_path):
+    masked = MaskedDiffusionModel(DataSpec("digits", (1, 8, 8), levels=17, num_classes=10), width=4, ema_decay=0.0,
+                                  net={"width": 8, "depth": 1, "heads": 2})
+    save(masked, tmp_path / "masked" / "best.ckpt", {"_target_": "genmodels.data.vision.Digits"})
+    model = DDPM(DataSpec("digits", (1, 8, 8), levels=17, num_classes=10), net={"channels": 8, "multipliers": [1, 2]})
+    save(model, tmp_path / "ddpm" / "best.ckpt", {"_target_": "genmodels.data.vision.Digits"})
+    _, err = evaluate(f"ckpt=[{tmp_path}/ddpm,{tmp_path}/masked]", "sampler=ddim", "limit=8", cwd=tmp_path, code=2)
+    assert "sampler of " in err and "masked/best.ckpt must be one of ancestral, confidence, got 'ddim'" in err
 
 
 def test_points_of_a_sweep_have_reports_of_their_own(gaussians, tmp_path):

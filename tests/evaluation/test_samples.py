@@ -13,10 +13,12 @@ from genmodels.core.errors import InputError, NotFinite, RunError
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
+from genmodels.data.transport import Transport
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.samples import Drawing, draw, draw_together, sounds_by_class, takes_temperature, write_folder
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
+from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.models.normalizing_flows import Glow, RealNVP
 from genmodels.models.score import ScoreModel
 from tests.two_processes import fork, in_two
@@ -47,6 +49,11 @@ def made(name):
     x = torch.randn(shape, generator=generator) if levels is None else torch.randint(levels, shape, generator=generator)
     model.initialize(Batch(x, torch.arange(32) % 10, index=torch.arange(32)))
     return model.eval(), options
+
+
+def test_a_flow_that_starts_from_data_has_no_temperature():
+    model = FlowMatchingModel(Transport(source="moons", target="banana").prepare().spec, net={"hidden": 8, "depth": 1})
+    assert not takes_temperature(model, None)
 
 
 @pytest.mark.parametrize("name, sampler, expected", [

@@ -339,6 +339,14 @@ def test_starting_twice_is_an_error_that_names_the_layer():
     assert each == [True, True, True]
 
 
+def test_a_compiled_layer_waits_for_data_too(refuses):
+    flow = Flow(Compose([torch.compile(ActNorm(2), backend="eager")], (2,)), StandardNormal((2,)))
+    assert list(flow.bijection.uninitialized()) == ["layers.0"]
+    refuses(NotInitialized, r"layers\.0.*has not seen data", flow.log_prob, torch.randn(3, 2))
+    flow.initialize(torch.randn(50, 2))
+    assert list(flow.bijection.uninitialized()) == []
+
+
 def test_part_of_another_composition_starts_whole_or_not_at_all():
     inner = Compose([ActNorm(2), Whitening(2)], (2,))
     Compose([inner], (2,))  # which names its parts

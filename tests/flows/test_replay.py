@@ -15,8 +15,10 @@ from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import Flip
-from genmodels.flows.replay import DriftGauge, LayerInput, examine, smallest_scale
+from genmodels.flows.multiscale import glow
+from genmodels.flows.replay import DriftGauge, Health, LayerHealth, LayerInput, examine, smallest_scale
 from genmodels.flows.scaling import ActNorm
+from genmodels.flows.tarflow import tarflow
 from tests.flows.gradients import gradients, worst
 from tests.flows.table import checkerboard_coupling, vector_coupling
 from tests.parameters import scattered
@@ -138,6 +140,27 @@ def test_smallest_scale_is_that_of_the_jacobian():
     assert smallest_scale(LayerInput(layer, x), rounds=200) == pytest.approx(
         float(torch.linalg.eigvals(jacobian).abs().min()), rel=0.02
     )
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_layer_without_a_finite_inverse_is_in_the_extremes(order):
+    both = [LayerHealth("a", "Cliff", math.nan, 1.0, math.nan, 2.0), LayerHealth("b", "Flip", 1e-6, 0.5, 1.0, 1.0)]
+    found = Health(0.0, tuple(both[k] for k in order)).figures()
+    assert all(math.isnan(found[key]) for key in ("layer_drift", "smallest_singular_value"))
+    assert (found["log_scale"], found["condition"], found["round_trip"]) == (1.0, 2.0, 0.0)
+
+
+@pytest.mark.parametrize("build", [
+    lambda memory: glow((3, None), levels=2, steps=1, hidden=8, memory=memory),
+    lambda memory: tarflow((3, None), patch=2, blocks=2, width=8, depth=1, heads=2, memory=memory)])
+def test_sequences_of_no_length_have_a_density_of_one(build):
+    for memory in ("store", "inverse"):
+        flow = build(memory)
+        flow.initialize(torch.randn(4, 3, 8))
+        x = torch.zeros(2, 3, 0, requires_grad=True)
+        z, logdet = flow(x)
+        (z.sum() + logdet.sum()).backward()
+        assert z.numel() == 0 and logdet.tolist() == [0.0, 0.0]
 
 
 def test_an_empty_batch_has_no_health(refuses):

@@ -107,7 +107,7 @@ def test_gaps_are_as_wide_as_the_median_distance_of_values():
 
 def test_both_ways_to_log_z_on_a_known_density():
     energy = Quadratic(torch.tensor([[1.2, 0.3], [0.3, 0.8]]), offset=0.7)
-    exact = by_quadrature(energy, 2)
+    exact = by_quadrature(energy, (2,))
     assert exact.kind == "exact" and exact.log_z == pytest.approx(energy.log_normaliser, abs=1e-6)
     base = base_of(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
     estimate = by_annealing(energy, base, keyed(128), chains=128, steps=20)
@@ -115,6 +115,19 @@ def test_both_ways_to_log_z_on_a_known_density():
     assert estimate.kind == "ais" and abs(estimate.log_z - energy.log_normaliser) < 4 * found["log_z_stderr"]
     assert found["log_z_lower"] - 4 * found["lower_stderr"] < energy.log_normaliser
     assert energy.log_normaliser < found["log_z_upper"] + 4 * found["upper_stderr"]
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1, 2)])
+def test_events_of_two_numbers_have_an_exact_likelihood(shape):
+    torch.manual_seed(0)
+    model = EnergyModel(DataSpec("pairs", shape), net={"channels": [4]}, ema_decay=0)
+    x = torch.randn(300, *shape)
+    model.initialize(Batch(x, index=torch.arange(300)))
+    assert model.log_likelihood(Batch(x[:3], index=torch.arange(3))).kind == "exact"
+    side = torch.linspace(-12, 12, 121)
+    grid = torch.stack(torch.meshgrid(side, side, indexing="ij"), -1).reshape(-1, *shape)
+    found = model.log_likelihood(Batch(grid, index=torch.arange(len(grid))))
+    assert float(found.nats.exp().sum() * 0.2**2) == pytest.approx(1, abs=0.02)
 
 
 def test_the_density_of_data_integrates_to_one():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import SamplingOptions
+from genmodels.diffusion import X0
 from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, ProgressiveModel, ShortcutModel
@@ -159,6 +162,53 @@ def test_without_a_velocity_there_is_no_likelihood():
     with pytest.raises(InputError, match="a consistency has no velocity, and no likelihood by the ODE"):
         model.ode_likelihood(batch())
     assert not model.has_ode_likelihood and small(ShortcutModel).has_ode_likelihood
+
+
+def test_without_a_velocity_only_its_own_sampler_and_no_latents(tmp_path):
+    """f(x, t) = x is the exact consistency function of N(0, I), which Heun's method takes to twice the deviation."""
+    plane = DataSpec("plane", (2,))
+    model = small(ConsistencyModel, plane, net={"hidden": 16, "depth": 1}, num_steps=1000)
+    at_log_snr = X0().to_prediction
+    model.core.at_log_snr = lambda x, log_snr, cond=None, mask=None, estimate=None: at_log_snr(x, x, log_snr)
+    part = {"known": torch.zeros(2), "keep": torch.tensor([True, False]), "rounds": 3}
+    drawn = [model.sample(2000, steps=2).x, model.sample(2000, steps=1, along="cosine").x,
+             model.sample(2000, steps=20, **part).x[:, 1]]
+    assert all(abs(float(x.std()) - 1) < 4 / (2 * x.numel()) ** 0.5 for x in drawn)
+    for sampler in ("heun", "ddpm", "flow_map"):
+        with pytest.raises(InputError, match=f"no velocity, which sampler={sampler} follows"):
+            model.sample(2, sampler=sampler)
+    item = Batch(torch.zeros(1, 2), index=torch.arange(1))
+    with pytest.raises(InputError, match="no velocity, and no latents"):
+        model.latents(item)
+    with pytest.raises(InputError, match="no velocity to follow"):
+        model.from_latents(Latents((torch.zeros(1, 2),)))
+
+
+def test_a_student_takes_only_the_steps_it_has_learned(tmp_path):
+    student = small(ProgressiveModel, distill=write(small(FlowMatchingModel), tmp_path / "t.ckpt"), steps=2)
+    made = student.sample(1, steps=2, spacing="uniform_t").made
+    assert made["evaluations"] == 2 and made["sampler"] == "flow_map" and student.swept_steps == (2,)
+    for key, value in {"steps": 4, "spacing": "karras", "along": "cosine"}.items():
+        with pytest.raises(InputError, match=f"{key}={value}: this model has learned 2 equal steps"):
+            student.sample(1, **{key: value})
+
+
+@pytest.mark.parametrize("kind", FLOW_MAPS)
+def test_the_steps_of_a_flow_map_are_of_its_own_path(kind):
+    model = small(kind)
+    for sampler in (None, "flow_map"):
+        with pytest.raises(InputError, match="those of its own path"):
+            model.sample(1, along="linear", sampler=sampler)
+    assert model.sample(1, along="cosine", sampler="heun", steps=2).made["along"] == "cosine"
+
+
+@pytest.mark.parametrize("steps, most", [(8, -1), (4, 4)])
+def test_the_stages_are_those_of_the_whole_training(steps, most):
+    """Of a trainer without a number of steps too."""
+    model = small(ConsistencyModel)
+    model._trainer = types.SimpleNamespace(max_steps=most, estimated_stepping_batches=8, global_step=2)
+    model.loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
+    assert model.objective.progress == 2 / steps
 
 
 def test_validation_is_the_energy_distance_of_samples():

@@ -9,6 +9,7 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.likelihood import bounds_of
 from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
@@ -79,6 +80,20 @@ def test_samples_are_those_of_their_number(sampler):
     assert not torch.equal(several.x, model.sample(4, seed=1, **options).x)
     assert torch.equal(model.sample(2, steps=1, temperature=0.0, cond=3).x[0],
                        model.sample(2, steps=1, temperature=0.0, cond=3, seed=5).x[1])
+
+
+@pytest.mark.parametrize("sampler", MaskedDiffusionModel.samplers)
+def test_guidance_is_one_call_on_a_doubled_batch(sampler):
+    model = small()
+    core, rows = model.weights(), []
+    core.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+    guided = model.sample(3, steps=5, guidance=2.0, sampler=sampler, seed=4)
+    assert rows == [6] * 5 and guided.made["evaluations"] == 5
+    options = SamplingOptions(n=3, guidance=2.0, seed=4)
+    tokens = torch.full((3, 1, 8, 8), 17)
+    labels, predict = model._conditioned(options, torch.arange(3))
+    two = torch.lerp(core(tokens), core(tokens, labels), 2.0).log_softmax(-1)
+    torch.testing.assert_close(predict(tokens, labels), two, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("sampler", MaskedDiffusionModel.samplers)

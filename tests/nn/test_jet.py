@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import genmodels.nn.jet as jet_module
+from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet
 from genmodels.nn.jet import SMOOTH, Jet, has_jet, propagate, require_independent, require_smooth, smooth_activation
 from genmodels.nn.perceptron import MLP
 from genmodels.nn.unet import UNet
@@ -139,6 +140,15 @@ def test_functions_with_kinks_are_refused():
     with pytest.raises(ValueError, match=r"layer itself \(relu\) is not twice differentiable"):
         require_smooth(MLP(2, 2, activation="relu"))
     require_smooth(MLP(2, 2, activation="silu"))
+
+
+@pytest.mark.parametrize("network, where", [
+    (ConvNet(1, 2, hidden=4), r"layer itself \(relu\)"), (ResidualConvNet(1, 2, hidden=4, depth=1), r"\(relu\)"),
+    (GatedConvNet(1, 2, hidden=4, depth=1), r"\(elu\)")], ids=["glow", "realnvp", "gated"])
+def test_coupling_networks_say_which_functions_they_call(network, where):
+    with pytest.raises(ValueError, match=where + " is not twice differentiable"):
+        require_smooth(network)
+    require_smooth(ConvNet(1, 2, hidden=4, depth=0))
 
 
 def test_what_mixes_or_drops_is_refused():

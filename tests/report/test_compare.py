@@ -398,3 +398,8 @@ def test_captions_count_the_samples_that_are_shown():
         assert page.count("samples 0 to 59") == models and "0 to 63" not in page
         assert page.count(f"60 samples of ddpm in {columns} columns") == 1
     assert ".gallery>figure:only-child{grid-column:1/-1}" in alone
+    # Where a class has run out of items, its column would hold those of another.
+    key = table.models[0].samples.cond
+    uneven = [dict(arrays[0]) | {key: np.where(np.arange(len(arrays[0][key])) < 40, arrays[0][key], 0)}]
+    page = render(replace(table, models=table.models[:1], rows=[]), uneven)
+    assert "for each class" in alone and "for each class" not in page and "row by row" in page
