@@ -320,6 +320,7 @@ class EvaluationState:
         self.sha256 = opened.sha256
         self.arrays: dict[str, Tensor] = {}
         self.report = self._head()
+        self.report.warnings += in_order_of_classes(opened)
 
     @property
     def request(self) -> Request:
@@ -398,6 +399,20 @@ class EvaluationState:
         request = self.request
         return {"sampler": request.sampler, "steps": request.steps, "temperature": request.temperature,
                 "guidance": request.guidance}
+
+
+def in_order_of_classes(opened: Opened) -> list[str]:
+    """A warning if the first items, which alone are evaluated, are of less than half of the classes."""
+    classes = opened.spec.num_classes
+    if not opened.limited or classes is None or opened.items < 2 * classes:
+        return []
+    rows = torch.linspace(0, opened.items - 1, min(opened.items, 500)).long()
+    labels = opened.datamodule.items(opened.request.split, rows).cond
+    found = len(labels.unique()) if isinstance(labels, Tensor) else classes
+    if found >= classes / 2:
+        return []
+    return [f"the first {opened.items:,} items, which alone are evaluated, are of {found} of {classes} classes: their "
+            "values are not those of the split, which is in order of the classes; evaluate all by limit=all"]
 
 
 def chosen(count: int, n: int, what: str) -> Tensor:

@@ -939,6 +939,23 @@ def test_a_sampler_that_one_model_of_a_table_has_not_is_refused_first(gaussians,
     assert "sampler of " in err and "masked/best.ckpt must be one of ancestral, confidence, got 'ddim'" in err
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_first_items_of_few_classes_are_no_sample_of_the_split(tmp_path, ordered):
+    labels = np.repeat(np.arange(10), 30)
+    labels = labels if ordered else np.random.default_rng(0).permutation(labels)
+    x = labels[:, None] + np.random.default_rng(1).normal(size=(300, 2))
+    np.savez(tmp_path / "x.npz", **{f"{split}_{key}": value.astype("float32" if key == "x" else "int64")
+                                    for split in ("train", "val", "test")
+                                    for key, value in (("x", x), ("labels", labels))})
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "x.npz")}
+    save(GaussianFlow(build(data).prepare().spec, mean=[4.5, 4.5], covariance=[[9.0, 8.0], [8.0, 9.0]]),
+         tmp_path / "best.ckpt", data)
+    for limit, warned in ((60, ordered), (300, False)):
+        out, err = evaluate(f"ckpt={tmp_path}/best.ckpt", "stages=[likelihood]", f"limit={limit}",
+                            f"out={tmp_path}/r.json", cwd=tmp_path)
+        assert ("the first 60 items, which alone are evaluated, are of 2 of 10 classes" in out + err) == warned
+
+
 def test_points_of_a_sweep_have_reports_of_their_own(gaussians, tmp_path):
     words = [f"ckpt={gaussians}/flow", "stages=[likelihood]", "limit=20"]
     evaluate("-m", *words, "seed=0,1", cwd=tmp_path, code=0)
