@@ -42,8 +42,8 @@ def main(words: list[str]) -> int:
             raise InputError(f"--fix-list={fix_list} is {kind_of(fix_list)}, not a file")
         check_writable("--fix-list", fix_list)
         if fix_list.is_file() and fix_list.stat().st_size and _LIST.encode() != fix_list.read_bytes()[: len(_LIST)]:
-            raise InputError(f"--fix-list={fix_list} exists, is no list of the doctor's and would be replaced: give "
-                             "another name")
+            raise InputError(f"--fix-list={fix_list} exists, does not begin as a list of the doctor's and would be "
+                             "replaced: give another name, or delete it")
     if wrong := [word for word in words if "=" not in word and not word.startswith("~")]:
         raise InputError(f"cannot read {wrong[0]!r}: write key=value, as in data=image_folder data.root=photos; "
                          "`genmodels train --keys` lists the settings")

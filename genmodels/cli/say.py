@@ -286,13 +286,13 @@ def write_utterance(
     lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
         lines.append(f"the sound was beyond full scale and was multiplied by {factor:.2g}")
-    save_png(mel_with_tokens(found.mel, spec, tokens, durations, found.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
         for text, tokens, durations, _ in found.parts
     ]}
     write_text(target.with_suffix(".json"), json.dumps(plain, indent=1, default=str) + "\n")
-    write_whole(target, lambda file: file.write(held.getvalue()))  # last, since only its .json says that it is ours
+    write_whole(target, lambda file: file.write(held.getvalue()))  # after its record, which says that it is ours
+    save_png(mel_with_tokens(found.mel, spec, tokens, durations, found.text[:120]), target.with_suffix(".png"), about)
     return [*lines, f"mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
 
 

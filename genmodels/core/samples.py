@@ -293,7 +293,7 @@ class Trajectory:
 def check_companions(target: Path, others: Iterable[Path] | None = None) -> None:
     """Refuse to replace what is not known to be ours: sound, arrays, or files next to a `target` that does not exist.
 
-    A record without its `target` is left by a process that was killed.
+    A record without samples is left by a process that was killed.
 
     Arguments:
         target: the file that was asked for.
@@ -308,8 +308,9 @@ def check_companions(target: Path, others: Iterable[Path] | None = None) -> None
         held = target.is_file() and target.stat().st_size
         if held and target.suffix.lower() in (".wav", ".npz") and not says_how(target):
             raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
+    alone = not any(target.with_suffix(suffix).exists() for suffix in companions) and says_how(target)
     for place in others:
-        if place.exists() and not target.exists() and not says_how(target):
+        if place.exists() and not target.exists() and not (alone and place.suffix == ".json"):
             raise InputError(f"out={target} also writes {place}, which exists: give another name")
 
 

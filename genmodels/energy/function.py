@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -123,7 +123,7 @@ class EnergyFunction(ScoreFunction):
     def energy_and_score(self, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(E (B,), score (B, *event)), differentiable where gradients are enabled."""
         training = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        with _differentiated(x, twice=training):
             x, cond = usable(x), usable(cond)
             leaf = x if training and x.requires_grad else x.detach().requires_grad_()
             energy = one_each("an energy", self.energy(leaf, cond), x)
@@ -321,10 +321,10 @@ def directional(
 
 
 @contextmanager
-def _differentiated(x: Tensor) -> Iterator[None]:
-    """Gradients of gradients, in full precision, and of attention by plain formulas, which alone have second ones."""
-    whole = torch.autocast(x.device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), whole, sdpa_kernel(SDPBackend.MATH):
+def _differentiated(x: Tensor, twice: bool = True) -> Iterator[None]:
+    """Gradients in full precision; `twice`, those of attention by plain formulas, which alone have second ones."""
+    plain = sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False), plain:
         yield
 
 

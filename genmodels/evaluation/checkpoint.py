@@ -402,17 +402,17 @@ class EvaluationState:
 
 
 def in_order_of_classes(opened: Opened) -> list[str]:
-    """A warning if the first items, which alone are evaluated, are of less than half of the classes."""
-    classes = opened.spec.num_classes
-    if not opened.limited or classes is None or opened.items < 2 * classes:
+    """A warning if the first items, which alone are evaluated, are of less than half the classes of as many of all."""
+    if not opened.limited or opened.spec.num_classes is None:
         return []
-    rows = torch.linspace(0, opened.items - 1, min(opened.items, 500)).long()
-    labels = opened.datamodule.items(opened.request.split, rows).cond
-    found = len(labels.unique()) if isinstance(labels, Tensor) else classes
-    if found >= classes / 2:
+    split, number, found = opened.request.split, min(opened.items, 500), []
+    for size in (opened.items, len(opened.datamodule.split(split))):
+        labels = opened.datamodule.items(split, torch.linspace(0, size - 1, number, dtype=torch.float64).long()).cond
+        found.append(len(labels.unique()) if isinstance(labels, Tensor) else 0)
+    if found[0] >= found[1] / 2:
         return []
-    return [f"the first {opened.items:,} items, which alone are evaluated, are of {found} of {classes} classes: their "
-            "values are not those of the split, which is in order of the classes; evaluate all by limit=all"]
+    return [f"the first {opened.items:,} items, which alone are evaluated, are of {found[0]} classes, and as many from "
+            f"all of the split of {found[1]}: their values are not those of the split; limit=all evaluates it"]
 
 
 def chosen(count: int, n: int, what: str) -> Tensor:

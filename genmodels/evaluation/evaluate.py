@@ -313,6 +313,9 @@ def check_options(models: Sequence[Opened]) -> None:
             one_of("sampler" if len(models) == 1 else f"sampler of {opened.path}", request.sampler,
                    opened.model.samplers)  # before the likelihoods, which may take long
         if request.temperature not in (None, 1) and not takes_temperature(opened.model, request.sampler):
+            if opened.spec.source is not None:
+                raise InputError(f"temperature is for noise, and {opened.path} starts from "
+                                 f"{opened.spec.source['name']}: leave it out")
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
                              f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
                              "table are drawn alike, leave it out")

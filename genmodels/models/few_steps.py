@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -157,13 +159,12 @@ class StepModel(DiffusionModel):
     def assemble_steps(self, objective: Consistency | ProgressiveDistillation) -> None:
         """Build the denoiser for an objective; called last in a family's constructor."""
         path = make_path(self.hparams["path"], self.num_steps)
-        core = Denoiser(self.network(), path, velocity_of(path))
-        objective.check(core)
-        self.assemble(core, None, objective)
+        self.assemble(Denoiser(self.network(), path, velocity_of(path)), None, objective)
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
         """As for every model; a student takes its teacher's scale of the data, and its weights if they fit."""
+        self.objective.check(self.core)
         super().initialize(batch)
         if self.distill is None:
             return
@@ -185,7 +186,7 @@ class StepModel(DiffusionModel):
 
     def draw(self, options: SamplingOptions) -> Samples:
         """As for every diffusion model, by the sampler of the family; the others follow a velocity."""
-        if options.sampler not in (None, self.default_sampler):
+        if options.sampler not in (None, *self.samplers):
             raise InputError(f"{an(self.family)} has no velocity, which sampler={options.sampler} follows: leave "
                              "sampler out")
         return super().draw(options.with_default(sampler=self.default_sampler))
@@ -243,6 +244,7 @@ class ConsistencyModel(StepModel):
 
     family = "consistency"
     default_sampler = "consistency"
+    samplers = ("consistency",)
 
     def __init__(
         self,
@@ -261,7 +263,8 @@ class ConsistencyModel(StepModel):
         """The distance of two estimates at one time per example, at the stage of this step."""
         if self._trainer is not None:
             total = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
-            self.objective.progress = self.trainer.global_step / total
+            if 0 < total < math.inf:  # which a loader of unknown length does not tell
+                self.objective.progress = self.trainer.global_step / total
         return super().loss(batch, generator)
 
 
@@ -289,6 +292,9 @@ class ProgressiveModel(StepModel):
     family = "progressive"
     learns_from = ("progressive",)
     default_sampler = "flow_map"
+    samplers = ("flow_map",)
+    sampling_options = tuple(key for key in StepModel.sampling_options
+                             if key not in ("spacing", "along", "known", "keep", "rounds"))
 
     def __init__(
         self,
@@ -309,13 +315,14 @@ class ProgressiveModel(StepModel):
                                                     weighting=weighting, time_sampler=time_sampler))
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """As for every model of few steps, in its own N steps.
+        """As for every model of few steps, in its own N steps; an edit starts from the nearest of their ends.
 
         Raises:
             InputError: for other steps, which it has not learned.
         """
-        for key, own in (("steps", self.usual_steps), ("spacing", "uniform_t"), ("along", None)):
-            if getattr(options, key) not in (None, own):
-                raise InputError(f"{key}={getattr(options, key)}: this model has learned {self.usual_steps} equal "
-                                 f"steps of its path: leave {key} out, or train one for others with model.steps=")
-        return super().draw(options.with_default(steps=self.usual_steps))
+        steps = self.usual_steps
+        if options.steps not in (None, steps):
+            raise InputError(f"steps={options.steps}: this model has learned {steps} equal steps of its path: leave "
+                             "steps out, or train one for others with model.steps=")
+        nearest = max(1, round(options.strength * steps)) / steps if 0 < options.strength <= 1 else options.strength
+        return super().draw(replace(options, steps=steps, strength=nearest))

@@ -203,6 +203,7 @@ class GatedConvNet(_ResidualNet):
         self.blocks = nn.ModuleList(GatedResidual(dims, hidden) for _ in range(depth))
         self.head = zeroed(CONVOLUTION[dims](2 * hidden, out_channels, 3, padding=1))
 
+    kinked = "elu"
     activate = staticmethod(concat_elu)
 
 
@@ -275,6 +276,8 @@ class ResidualConvNet(_ResidualNet):
         self.blocks = nn.ModuleList(NormedResidual(dims, hidden, dropout) for _ in range(depth))
         self.norm = ChannelNorm(hidden)
         self.head = zeroed(CONVOLUTION[dims](hidden, out_channels, 3, padding=1))
+
+    kinked = "relu"
 
     def activate(self, h: Tensor) -> Tensor:
         return relu(self.norm(h))

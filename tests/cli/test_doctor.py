@@ -194,7 +194,7 @@ def test_only_lists_are_replaced(monkeypatch, tmp_path, capsys):
         assert doctor.main(["data=toy", "--fix-list", str(tmp_path / "bad.txt")]) == 0
     (tmp_path / "manifest.tsv").write_text("a.wav\thello\n", encoding="utf-8")
     assert main(["doctor", "data=toy", "--fix-list", str(tmp_path / "manifest.tsv")]) == 2
-    assert "manifest.tsv exists, is no list of the doctor's" in capsys.readouterr().err
+    assert "manifest.tsv exists, does not begin as a list of the doctor's" in capsys.readouterr().err
     assert (tmp_path / "manifest.tsv").read_text(encoding="utf-8") == "a.wav\thello\n"
 
 

@@ -18,6 +18,7 @@ from genmodels.cli.sample import run
 from genmodels.cli.say import SynthesisOptions, read_durations, say, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.samples import check_companions
 from genmodels.data.speech import Speech
 from genmodels.models import text_model as texts
 from genmodels.models.glow_tts import GlowTTS, stream_text
@@ -294,6 +295,21 @@ def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp
     assert torch.allclose(again.mel, result.mel, atol=1e-5)
     write_utterance(result, model.spec, tmp_path / "a.npz", how, {})
     assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
+
+
+@pytest.mark.parametrize("killed_at, left", [("write_whole", {".json"}), ("save_png", {".json", ".wav"})])
+def test_speech_that_was_killed_between_its_files_can_be_written_again(model, tmp_path, monkeypatch, killed_at, left):
+    result, place = synthesise(model, ["One cab."], SynthesisOptions())[0], tmp_path / "a.wav"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"genmodels.cli.say.{killed_at}", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        write_utterance(result, model.spec, place, SynthesisOptions(), {})
+    assert {file.suffix for file in tmp_path.iterdir()} == left
+    check_companions(place)
+    write_utterance(result, model.spec, place, SynthesisOptions(), {})
+    assert len(list(tmp_path.iterdir())) == 3
+    for name in ("a.txt", "a.csv"):  # whose record would replace that of the speech
+        with pytest.raises(InputError, match="also writes .*a.json, which exists"):
+            check_companions(tmp_path / name)
 
 
 def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):

@@ -10,8 +10,10 @@ from torch import nn
 
 from genmodels.core.errors import InputError
 from genmodels.energy import (
+    DenoisingScoreMatching,
     Energy,
     EnergyFunction,
+    ExactScoreMatching,
     LogDensity,
     NoiseConditionalScore,
     Potential,
@@ -168,7 +170,10 @@ def test_score_matching_through_a_flow_with_attention(build):
         change = model.score(x + step * unit) - model.score(x - step * unit)
         expected += (change * unit).flatten(1).sum(1) / (2 * step)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert SlicedScoreMatchingVR()(model, x, seeded()).isfinite().all()
+    for loss in (SlicedScoreMatchingVR(), DenoisingScoreMatching(sigma=0.1), ExactScoreMatching()):
+        bijection.zero_grad()
+        loss(model, x, seeded()).mean().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in bijection.parameters())
 
 
 class LinearFlow(nn.Module):

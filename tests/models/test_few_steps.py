@@ -186,11 +186,19 @@ def test_without_a_velocity_only_its_own_sampler_and_no_latents(tmp_path):
 
 def test_a_student_takes_only_the_steps_it_has_learned(tmp_path):
     student = small(ProgressiveModel, distill=write(small(FlowMatchingModel), tmp_path / "t.ckpt"), steps=2)
-    made = student.sample(1, steps=2, spacing="uniform_t").made
+    made = student.sample(1, steps=2).made
     assert made["evaluations"] == 2 and made["sampler"] == "flow_map" and student.swept_steps == (2,)
-    for key, value in {"steps": 4, "spacing": "karras", "along": "cosine"}.items():
-        with pytest.raises(InputError, match=f"{key}={value}: this model has learned 2 equal steps"):
+    with pytest.raises(InputError, match="steps=4: this model has learned 2 equal steps"):
+        student.sample(1, steps=4)
+    for key, value in {"spacing": "karras", "along": "cosine", "rounds": 3}.items():
+        with pytest.raises(InputError, match=key):
             student.sample(1, **{key: value})
+    times = []
+    student.core.register_forward_pre_hook(lambda module, given: times.append(float(given[1][0])))
+    for strength, taken in ((0.2, [0.5]), (0.6, [0.5]), (0.9, [1.0, 0.5])):
+        times.clear()
+        edited = student.sample(1, edit=batch().x[0], strength=strength).made
+        assert times == taken and edited["strength"] == taken[0]
 
 
 @pytest.mark.parametrize("kind", FLOW_MAPS)
@@ -209,6 +217,9 @@ def test_the_stages_are_those_of_the_whole_training(steps, most):
     model._trainer = types.SimpleNamespace(max_steps=most, estimated_stepping_batches=8, global_step=2)
     model.loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
     assert model.objective.progress == 2 / steps
+    model._trainer = types.SimpleNamespace(max_steps=-1, estimated_stepping_batches=-1, global_step=3)
+    model.loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
+    assert model.objective.progress == 2 / steps  # of a loader of unknown length nothing is known
 
 
 def test_validation_is_the_energy_distance_of_samples():

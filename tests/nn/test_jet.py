@@ -143,8 +143,8 @@ def test_functions_with_kinks_are_refused():
 
 
 @pytest.mark.parametrize("network, where", [
-    (ConvNet(1, 2, hidden=4), r"layer itself \(relu\)"), (ResidualConvNet(1, 2, hidden=4, depth=1), r"\(relu\)"),
-    (GatedConvNet(1, 2, hidden=4, depth=1), r"\(elu\)")], ids=["glow", "realnvp", "gated"])
+    (ConvNet(1, 2, hidden=4), r"layer itself \(relu\)"), (ResidualConvNet(1, 2, hidden=4, depth=0), r"\(relu\)"),
+    (GatedConvNet(1, 2, hidden=4, depth=0), r"\(elu\)")], ids=["glow", "realnvp", "gated"])
 def test_coupling_networks_say_which_functions_they_call(network, where):
     with pytest.raises(ValueError, match=where + " is not twice differentiable"):
         require_smooth(network)
