@@ -32,7 +32,7 @@ from genmodels.core.tensors import html_table
 from genmodels.evaluation.materials import data_of, material
 from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
 from genmodels.models.base import GenerativeModel
-from genmodels.models.checkpoint import load_model, weights_of
+from genmodels.models.checkpoint import file_of, is_unchanged, load_model, weights_of
 from genmodels.plots.images import has_picture, picture_of, show
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class Samples(core.Samples):
     @property
     def picture(self) -> Image.Image | None:
         """A grid of images or mels, a scatter plot of points; None for other data."""
-        classes = self.cond if isinstance(self.cond, Tensor) else None
-        return picture_of(self.x, self.spec, classes, self.index)
+        return picture_of(self.x, self.spec, self.cond if isinstance(self.cond, Tensor) else None, self.index)
 
     def save(self, out: str | Path) -> Path:
         """Write a .png (one grid), a .npz (arrays), a .csv (of vectors), a .txt (texts) or a folder (single files).
@@ -110,10 +109,9 @@ class Samples(core.Samples):
         return f"{len(self.x)} samples of {self.spec.name} {self.spec.event_shape}"
 
     def _repr_png_(self) -> bytes | None:
-        if (picture := self.picture) is None:
-            return None
-        picture.save(held := io.BytesIO(), format="PNG")
-        return held.getvalue()
+        if (picture := self.picture) is not None:
+            picture.save(held := io.BytesIO(), format="PNG")
+        return None if picture is None else held.getvalue()
 
     def _repr_html_(self) -> str | None:
         if has_picture(self.spec):
@@ -137,6 +135,7 @@ class Model:
 
     def __init__(self, network: GenerativeModel, header: dict[str, Any], ckpt: str | Path, trust: Sequence[str] = ()):
         self.network, self.header, self.ckpt, self.trust = network, header, ckpt, list(trust)
+        self._origin = origin(located(ckpt), header)
 
     @property
     def spec(self) -> DataSpec:
@@ -196,17 +195,17 @@ class Model:
         if self.spec.text is not None:
             return self._say(options.pop("n"), options)
         drawn = draw(self.network, SamplingOptions(**options), batch_size=batch_size, progress=progress)
-        drawn.made |= origin(located(self.ckpt), self.header)
+        drawn.made |= self._origin
         return Samples.of(drawn, self.spec)
 
     def _say(self, takes: int, options: dict[str, Any]) -> Speech:
         from genmodels.cli.say import Speech, examples_of, synthesis_options, synthesise
 
         how = synthesis_options(self.network, options)
-        texts = examples_of(self.spec, takes) if how.text is None else how.text
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        given = [how.text] if isinstance(how.text, str) else how.text
+        texts = examples_of(self.spec, takes) if given is None else list(given)
         found = synthesise(self.network, texts, how, takes=1 if how.text is None else takes, start=how.start)
-        return Speech(found, self.spec, how, origin(located(self.ckpt), self.header))
+        return Speech(found, self.spec, how, self._origin)
 
     def log_likelihood(
         self, x: Any, cond: Any = None, *, ema: bool | float = True, seed: int = 0,
@@ -292,7 +291,7 @@ class Model:
 
         require_known("verify", options, [field.name for field in fields(Options) if field.name != "randomise"])
         how = Options(**_checked("genmodels.verification.check.Options", {"randomise": False, **options}))
-        return check_model(None, None, str(self.ckpt), ema, device, self.trust, how)
+        return check_model(None, None, file_of(self.network, self.ckpt), ema, device, self.trust, how)
 
     def push(
         self, to: str | None = None, *, licence: str, out: str | Path | None = None, private: bool = False
@@ -304,7 +303,8 @@ class Model:
         """
         from genmodels.cli import push
 
-        push.run(ckpt=str(self.ckpt), licence=licence, to=to, out=out and str(out), private=private, trust=self.trust)
+        ckpt = file_of(self.network, self.ckpt)
+        push.run(ckpt=ckpt, licence=licence, to=to, out=out and str(out), private=private, trust=self.trust)
 
     def export(self, out: str | Path, *, ema: bool | float = True) -> list[str]:
         """Write the model to a .safetensors, or its network to a .onnx or .pt2; returns lines on files and checks.
@@ -314,7 +314,8 @@ class Model:
         """
         from genmodels.cli.export import export
 
-        return export(self.network, self.header, out, ema, self.trust)
+        header = self.header if is_unchanged(self.network) else self.network.header()
+        return export(self.network, header, out, ema, self.trust)
 
     def evaluate(self, **options: Any) -> Comparison:
         """`genmodels.evaluate` of this model."""
@@ -330,10 +331,10 @@ class Model:
     def _repr_html_(self) -> str:
         spec = self.spec
         kind = "continuous" if spec.levels is None else f"{spec.levels} levels"
-        figures = {name: f"{value:.4f}" for name, value in self.header["figures"].items()}
         return html_table(self.family, {
             "data": f"{spec.name}, {' x '.join(map(str, spec.event_shape))}, {kind}", "classes": spec.num_classes,
-            "network": self._size, "steps": f"{self.header['step']:,}", **figures, "file": self.ckpt})
+            "network": self._size, "steps": f"{self.header['step']:,}",
+            **{name: f"{value:.4f}" for name, value in self.header["figures"].items()}, "file": self.ckpt})
 
 
 def load(ckpt: str | Path, *, device: str = "auto", trust: Sequence[str] = ()) -> Model:
@@ -354,8 +355,7 @@ def load(ckpt: str | Path, *, device: str = "auto", trust: Sequence[str] = ()) -
         ...
         genmodels.core.errors.RunError: runs/nothing: no such checkpoint...
     """
-    network, header = load_model(located(ckpt), device=device, trust=trust)
-    return Model(network, header, ckpt, trust)
+    return Model(*load_model(located(ckpt), device=device, trust=trust), ckpt, trust)
 
 
 def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options: Any) -> Comparison:
@@ -380,7 +380,7 @@ def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options:
 
     require_known("evaluate", options, [field.name for field in fields(Request)])
     several = [ckpt] if isinstance(ckpt, str | Path | Model) else list(ckpt)
-    names = [each.ckpt if isinstance(each, Model) else each for each in several]
+    names = [file_of(each.network, each.ckpt) if isinstance(each, Model) else each for each in several]
     trusted = [name for each in several if isinstance(each, Model) for name in each.trust]
     options["trust"] = list(dict.fromkeys([*(options.get("trust") or ()), *trusted]))
     if options.get("processes", 1) != 1:

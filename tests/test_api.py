@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from PIL import Image
 
 import genmodels as gm
 from genmodels.cli import CONFIGURED
+from genmodels.cli.compose import composer, words_by_name
 from genmodels.cli.sample import run as sample_command
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
+from genmodels.data.vision import Digits
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.text import CHARACTERS
 from tests.untrained import digits_ddpm, write
@@ -56,6 +60,23 @@ def test_an_exported_model_is_the_same(model, folder):
     other = gm.load(folder / "exported")
     ours, theirs = (one.sample(2, steps=2, ema=False, progress=False).x for one in (model, other))
     assert torch.equal(ours, theirs) and other.header == model.header
+
+
+def test_weights_that_have_changed_are_not_those_of_the_file(folder, tmp_path, refuses):
+    """What works on files asks for one of them; what uses the network in memory says so in its record."""
+    shutil.copytree(folder, tmp_path / "run")
+    model = gm.load(tmp_path / "run", device="cpu")
+    moved, before = copy.deepcopy(model), model.sample(1, steps=2, progress=False)
+    with torch.no_grad():
+        next(model.network.core.parameters()).add_(0.1)
+    for call in (lambda: model.evaluate(limit=4), lambda: gm.evaluate([moved, model]), model.verify,
+                 lambda: model.push(licence="mit", out=tmp_path / "card")):
+        refuses(InputError, "the weights have changed since they were loaded from .*run: export the model", call)
+    model.export(tmp_path / "new.safetensors")
+    again = gm.load(tmp_path / "new.safetensors")
+    assert torch.equal(*(next(one.network.core.parameters()) for one in (model, again))) and not again.header["figures"]
+    write(digits_ddpm(num_steps=21), tmp_path / "run" / "best.ckpt")  # as a run that goes on
+    assert moved.sample(1, steps=2, progress=False).made["checkpoint"] == before.made["checkpoint"]
 
 
 def test_loading_imports_what_it_needs_and_no_more(folder):
@@ -190,8 +211,31 @@ def test_a_missing_file_is_a_failure(tmp_path):
 
 def test_training_leaves_torch_and_logging_as_they_were(tmp_path):
     state, level = torch.get_rng_state(), logging.getLogger().level
-    gm.train("nsf", data="toy", max_steps=1, hidden=8, run_dir=str(tmp_path / "a"), logger={"wandb": "off"})
+    of_torch = (torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision)
+    before = [kept() for kept in of_torch]
+    gm.train("ddpm", data="toy", run_dir=str(tmp_path / "a"), logger={"wandb": "off"},
+             trainer={"deterministic": True, "compile": True, "max_steps": 1, "sample_every_n_steps": 0})  # fmt: skip
     assert torch.equal(torch.get_rng_state(), state) and logging.getLogger().level == level
+    assert [kept() for kept in of_torch] == before
+
+
+def test_a_model_can_be_copied_while_it_is_trained(folder):
+    model = gm.load(folder, device="cpu")
+    trainer = pl.Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                         enable_model_summary=False, accelerator="cpu", limit_val_batches=0)  # fmt: skip
+    trainer.fit(model.network.train(), Digits(batch_size=8).prepare())
+    _, loss = model.network.latest[-1]
+    assert not loss.value.requires_grad and not any(part.requires_grad for part in loss.parts.values())
+    assert torch.equal(*(next(one.core.parameters()) for one in (model.network, copy.deepcopy(model.network))))
+
+
+def test_a_resumed_run_names_its_own_settings(tmp_path):
+    run = str(tmp_path / "run")
+    quick = {"logger": {"wandb": "off"}, "trainer": {"progress": False, "sample_every_n_steps": 0}}
+    gm.train("nsf", data="toy", hidden=8, max_steps=1, run_dir=run, **quick)
+    assert gm.train(resume=run, max_steps=2).header["step"] == 2
+    with composer("train") as hydra:
+        assert words_by_name(hydra, [], {"resume": run, "layers": 2})[-1] == "model.layers=2"
 
 
 def test_train_and_evaluate(tmp_path, capsys, monkeypatch):

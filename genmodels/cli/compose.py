@@ -324,7 +324,7 @@ def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) 
         ...     words_by_name(hydra, ["model=nsf"], {"data": "toy", "max_steps": 9, "trainer": {"precision": "32"}})
         ['model=nsf', 'data=toy', 'trainer.max_steps=9', "trainer.precision='32'"]
     """
-    choices = (*groups(), "preset")
+    choices = (*groups(), "preset", "resume")
     named = {key: value for key, value in settings.items() if key in choices and not isinstance(value, dict)}
     first = [f"{key}={in_hydra(value)}" for key, value in named.items()]
     composed = hydra.plain([*chosen, *first])

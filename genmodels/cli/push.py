@@ -77,14 +77,15 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
             raise InputError(f"{taken} is there already, with no card: choose another folder by out=")
     model, header = load_model(located(ckpt), device="cpu", trust=trust)
     likelihoods, spec = _likelihoods(ckpt), model.spec
-    write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
-    names = [EXPORTED, "README.md"]
+    drawn, names = None, [EXPORTED, "README.md"]
     if spec.text is None and has_picture(spec):
         drawn = draw(model, SamplingOptions(n=_shown(spec.num_classes)), progress=False)
         drawn.made |= origin(located(ckpt), header)
-        write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
-    write_text(text, card(model, header, likelihoods, licence, to, names, trust))
+    write_text(text, card(model, header, likelihoods, licence, to, names, trust))  # first: it says whose files they are
+    write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
+    if drawn is not None:
+        write_samples(drawn, spec, folder / "samples.png")
     return names, usage(model, _named(f"{HUB}{to}", trust))
 
 

@@ -17,7 +17,7 @@ from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, reseed, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
-from genmodels.core.tensors import event_size
+from genmodels.core.tensors import detached, event_size
 from genmodels.data.base import DataModule, OfLightning
 from genmodels.models.build import construct, options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
@@ -340,7 +340,7 @@ class GenerativeModel(OfLightning, nn.Module):
         except torch.linalg.LinAlgError as error:
             raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
-        self.latest = [*self.latest, (batch, loss)][-self.trainer.accumulate_grad_batches :]
+        self.latest = [*self.latest, (batch, detached(loss))][-self.trainer.accumulate_grad_batches :]
         named = {"train/loss": loss.value} | {f"train/{k}": v.mean() for k, v in loss.parts.items()}
         # One collective for all values; `sync_dist` takes two for each.
         values = averaged(torch.stack([value.detach().to(loss.value.dtype) for value in named.values()]))

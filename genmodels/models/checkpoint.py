@@ -327,7 +327,32 @@ def load_model(
     model.seed, model.run_config = header["seed"], header["config"]
     model.batches_seen, model.finished = header["batches_seen"], header["finished"]
     model.figures = dict(header["figures"])
+    model.loaded = _checksum(model)
     return model.to(choose_device(device)).eval(), header
+
+
+def is_unchanged(model: GenerativeModel) -> bool:
+    """Whether a model has the weights that it was loaded with."""
+    return getattr(model, "loaded", None) == _checksum(model)
+
+
+def file_of(model: GenerativeModel, path: str | Path) -> str:
+    """The checkpoint of a model, which is evaluated in its place.
+
+    Raises:
+        InputError: for weights that have changed since they were loaded.
+    """
+    if not is_unchanged(model):
+        raise InputError(f"the weights have changed since they were loaded from {path}: export the model to a "
+                         ".safetensors, and load that")
+    return str(path)
+
+
+def _checksum(model: GenerativeModel) -> int:
+    """Of the bits of all parameters, on any device."""
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    return sum(number * int(p.detach().contiguous().view(bits[p.element_size()]).sum())
+               for number, p in enumerate(model.core.parameters(), 1))
 
 
 def data_options(header: dict, path: str | Path) -> dict:

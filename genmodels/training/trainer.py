@@ -67,7 +67,8 @@ class TrainerOptions:
         devices: number of processes, one per device (on the CPU, one per core used).
         strategy: Lightning's strategy: `ddp` for several processes, `fsdp` to shard the weights over them too.
         num_nodes: number of machines.
-        precision: `32-true`, `64-true` or `bf16-mixed`; float16 needs a loss scaler and is not supported.
+        precision: `32-true`, `64-true` (of training; a trained model is loaded in float32) or `bf16-mixed`; float16
+            needs a loss scaler and is not supported.
         compile: compile the network with torch.compile.
         accumulate: batches per optimiser step.
         validate_every_n_steps: steps between validations, 0 for a single one at the end.

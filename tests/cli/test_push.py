@@ -132,6 +132,13 @@ def test_what_is_missing_is_one_line(folder, words, said, capsys):
     assert said in error and error.count("\n") == 1
 
 
+def test_a_push_that_was_killed_can_be_repeated(folder, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr("genmodels.cli.push.write_samples", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) != 0
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+
+
 def test_a_readme_of_something_else_is_kept_and_a_card_is_replaced(folder, tmp_path, capsys):
     place = tmp_path / "v1.0"
     place.mkdir()
