@@ -383,7 +383,7 @@ def test_the_table_finds_what_is_taken_and_what_is_a_traceback(monkeypatch):
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["run_dir="], 2, "run_dir= is empty"), (["resume="], 2, "resume= is empty"),
     (["trainer=[1]"], 2, "unknown trainer"), (["data=[toy,toy]"], 2, "unknown data"), (["trainer=[]"], 2, "unknown"),
-    (["trainer.devices=-7"], 2, "trainer.devices must be at least 1"), (["trainer.devices=x"], 2, "or auto, got 'x'"),
+    (["trainer.devices=-7"], 2, "trainer.devices must be at least 1"), (["trainer.devices=x"], 2, "as in 0,1, got 'x'"),
     (["model.optimizer.lr=inf"], 2, "numbers are finite"), (["seed=99999999999999999999"], 2, "at most 64 bits"),
     (["model.optimizer.betas=[2,3]"], 2, "betas must be two numbers in [0, 1)"),
     (["model.net.dropout=nan"], 2, "numbers are finite"), (["model.net.dropout=1"], 2, "dropout must lie in [0, 1)"),
