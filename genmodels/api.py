@@ -97,8 +97,7 @@ class Samples(core.Samples):
         """
         if self.path is None:
             raise InputError("no trajectory was kept: draw the samples with path=80, then show some of its frames")
-        out = Path(out).expanduser()
-        write_path(self, self.spec, out, frames)
+        write_path(self, self.spec, out := Path(out).expanduser(), frames)
         return out
 
     def show(self) -> None:
@@ -202,9 +201,9 @@ class Model:
         from genmodels.cli.say import Speech, examples_of, synthesis_options, synthesise
 
         how = synthesis_options(self.network, options)
-        given = [how.text] if isinstance(how.text, str) else how.text
-        texts = examples_of(self.spec, takes) if given is None else list(given)
-        found = synthesise(self.network, texts, how, takes=1 if how.text is None else takes, start=how.start)
+        texts = examples_of(self.spec, takes) if how.text is None else how.text
+        found = synthesise(self.network, [texts] if isinstance(texts, str) else list(texts), how,
+                           takes=1 if how.text is None else takes, start=how.start)
         return Speech(found, self.spec, how, self._origin)
 
     def log_likelihood(
@@ -355,7 +354,8 @@ def load(ckpt: str | Path, *, device: str = "auto", trust: Sequence[str] = ()) -
         ...
         genmodels.core.errors.RunError: runs/nothing: no such checkpoint...
     """
-    return Model(*load_model(located(ckpt), device=device, trust=trust), ckpt, trust)
+    network, header = load_model(located(ckpt), device=device, trust=trust)
+    return Model(network, header, ckpt, trust)
 
 
 def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options: Any) -> Comparison:
