@@ -26,9 +26,9 @@ def detached(record):
     """A dataclass of tensors, and of dictionaries of them, without their graphs.
 
     Example:
-        >>> from genmodels.models.base import Loss
-        >>> detached(Loss(torch.ones((), requires_grad=True) * 2, torch.ones(3))).value
-        tensor(2.)
+        >>> from genmodels.core.samples import Samples
+        >>> detached(Samples(torch.ones(2, requires_grad=True) * 2, None, torch.arange(2), {})).x
+        tensor([2., 2.])
     """
     def free(value):
         if isinstance(value, dict):
