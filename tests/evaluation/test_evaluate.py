@@ -1,53 +1,34 @@
-"""The reference models against brute force."""
+"""`genmodels evaluate`: its figures against ground truth, its options and its answers to bad input."""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import math
-import os
 import re
-import shutil
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from jsonschema import Draft202012Validator
 
-from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
-from genmodels.core.random import KeyedGenerator
-from genmodels.data.arrays import Arrays
-from genmodels.data.speech import Speech
-from genmodels.data.text import TextFile
-from genmodels.data.toy import Toy, density
-from genmodels.data.vision import Digits
+from genmodels.data.toy import density
 from genmodels.energy import LogPartition
 from genmodels.evaluation.checkpoint import (
     EvaluationState,
     Opened,
     Request,
-    _require_same_division,
-    fits,
-    require_same_items,
 )
 from genmodels.evaluation.evaluate import (
-    PixelHistogram,
-    best_histogram,
     check_options,
-    references,
 )
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.likelihood import LikelihoodStage, row
+from genmodels.evaluation.likelihood import row
 from genmodels.evaluation.report import faults, notes_on, plain
-from genmodels.evaluation.sample_quality import FidelityStage, sample_parts
+from genmodels.evaluation.sample_quality import sample_parts
 from genmodels.models.build import build
 from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
@@ -55,325 +36,16 @@ from genmodels.models.density import extent_of, on_grid
 from genmodels.models.energy import EnergyModel
 from genmodels.models.energy_sampling import STEPS
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
-from genmodels.models.mels import NOISE, even_lengths, with_noise
-from genmodels.models.normalizing_flows import NSF, RealNVP, TarFlow
+from genmodels.models.normalizing_flows import TarFlow
 from genmodels.models.score import ScoreModel
-from genmodels.report import schema
-from genmodels.report.compare import _held_in, compare
-from genmodels.speech.audio import write_wav
 from genmodels.verification.check import run_check
 from genmodels.verification.checkpoints import DENSITY_CHECKS
-from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
+from tests.evaluation.command import COVARIANCE, MEAN, QUICK, evaluate, report
+from tests.gaussian_models import GaussianFlow, save
 from tests.parameters import scattered
 from tests.two_processes import by_forks, fork
 
 pytestmark = pytest.mark.usefixtures("short_pilot")
-
-
-def test_the_histogram_counts():
-    generator = torch.Generator().manual_seed(0)
-    train = torch.randint(0, 5, (40, 1, 2, 2), generator=generator)
-    test = torch.randint(0, 5, (7, 1, 2, 2), generator=generator)
-    model = PixelHistogram(train, levels=5, smoothing=0.5)
-    for item, value in zip(test, model.log_prob(test), strict=True):
-        expected = 0.0
-        for i in range(2):
-            for j in range(2):
-                count = sum(int(t[0, i, j]) == int(item[0, i, j]) for t in train)
-                expected += math.log((count + 0.5) / (40 + 2.5))
-        assert math.isclose(float(value), expected, rel_tol=1e-12)
-
-
-def test_its_masses_sum_to_one():
-    train = torch.tensor([[0, 2], [1, 2]])
-    every = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-    assert math.isclose(float(PixelHistogram(train, 3).log_prob(every).exp().sum()), 1.0, rel_tol=1e-12)
-
-
-def test_smoothing_is_chosen_on_validation_data():
-    train = torch.zeros(50, 1, dtype=torch.long)
-    assert best_histogram(train, torch.zeros(9, 1, dtype=torch.long), 2).log_prob(torch.zeros(1, 1)).item() > -0.01
-    surprised = best_histogram(train, torch.tensor([[0], [1]]), 2)
-    assert surprised.log_prob(torch.ones(1, 1)).item() > math.log(3 / 60)
-
-
-def test_the_histogram_has_its_error_over_the_items():
-    data = Digits().prepare()
-    uniform, found = references(data, "test", data.spec, 100)
-    train, val, test = (torch.cat([b.x for b in data.loader(name, 4096)]) for name in ("train", "val", "test"))
-    bits = -best_histogram(train, val, 17).log_prob(test[:100]) / 64 / math.log(2)
-    assert math.isclose(found.value, float(bits.mean()), rel_tol=1e-12)
-    assert math.isclose(found.error, float(bits.std() / 10), rel_tol=1e-9) and uniform.error is None
-
-
-def test_frequencies_of_bytes_against_counting(tmp_path):
-    (tmp_path / "a.txt").write_text("abracadabra, abracadabra. " * 12)
-    data = TextFile(file=str(tmp_path / "a.txt"), length=8).prepare()
-    train, test = (next(iter(data.loader(name, 1000))).x[:, 0].tolist() for name in ("train", "test"))
-    uniform, single, pairs = references(data, "test", data.spec)
-
-    def p(b):
-        return (sum(row.count(b) for row in train) + 1) / (8 * len(train) + 256)
-
-    def after(a, b):
-        both = sum((x, y) == (a, b) for row in train for x, y in zip(row, row[1:], strict=False))
-        return (both + 16 * p(b)) / (sum(row[:-1].count(a) for row in train) + 16)
-
-    bits = [-sum(math.log2(p(b)) for b in row) / 8 for row in test]
-    assert uniform.value == 8 and single.unit == "bits_per_character"
-    assert math.isclose(single.value, sum(bits) / len(bits), rel_tol=1e-12)
-    bits = [-(math.log2(p(row[0])) + sum(math.log2(after(*two)) for two in zip(row, row[1:], strict=False))) / 8
-            for row in test]
-    assert math.isclose(pairs.value, sum(bits) / len(bits), rel_tol=1e-12) and pairs.error > 0
-
-
-def test_the_reference_of_mels_has_its_error_over_items_of_unlike_length():
-    """Against a loop over items: a ratio of sums, and its error by leaving out one item after the other."""
-    def cells_of(split):
-        for batch in data.loader(split, 1):
-            batch = even_lengths(batch)
-            noisy = with_noise(batch.x, NOISE, KeyedGenerator(0, batch.index, "likelihood"))
-            yield noisy[0, :, batch.mask[0, 0]].double()
-
-    data = Speech().prepare()
-    (found,) = references(data, "test", data.spec)
-    bands = [torch.cat(rows) for rows in zip(*cells_of("train"), strict=True)]
-    moments = [(float(band.mean()), float(band.std(correction=0))) for band in bands]
-    costs, cells = [], []
-    for noisy in cells_of("test"):
-        costs.append(sum(float(((row - m) ** 2 / (2 * s * s)).sum()) + len(row) * math.log(s * math.sqrt(2 * math.pi))
-                         for row, (m, s) in zip(noisy, moments, strict=True)))
-        cells.append(noisy.numel())
-    assert math.isclose(found.value, sum(costs) / sum(cells), rel_tol=1e-6)
-    n = len(costs)
-    left = torch.tensor([(sum(costs) - c) / (sum(cells) - d) for c, d in zip(costs, cells, strict=True)])
-    jackknife = float(((n - 1) / n * (left - left.mean()).square().sum()).sqrt())
-    assert n == 4 and len(set(cells)) == 4 and math.isclose(found.error, jackknife, rel_tol=0.25)
-
-
-MEAN, COVARIANCE = [0.5, -1.0, 2.0], [[1.0, 0.5, 0.0], [0.5, 2.0, -0.3], [0.0, -0.3, 0.5]]
-FAMILIES = {"flow": (GaussianFlow, {}), "diffusion": (GaussianDiffusion, {"num_steps": 60, "variance": "beta"}),
-            "energy": (GaussianEnergy, {})}
-QUICK = ["chains=64", "densities=40", "stages=[likelihood]"]
-
-
-def evaluate(*words: str, cwd: Path, code: int = 0) -> tuple[str, str]:
-    """Standard output and error of a command run in this process."""
-    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
-    os.chdir(cwd)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            found = main(["evaluate", *words, "trust=[tests]"])
-    finally:
-        os.chdir(before)
-    assert found == code, err.getvalue()
-    return out.getvalue(), err.getvalue()
-
-
-SCHEMA = Draft202012Validator(schema())
-
-
-def report(path: Path) -> dict:
-    """A report, which keeps to its schema, or a table."""
-    found = json.loads(path.read_text())
-    if path.name != "table.json":
-        SCHEMA.validate(found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def gaussians(tmp_path_factory) -> Path:
-    """One Gaussian as three checkpoints, and 200 test items drawn from it."""
-    folder = tmp_path_factory.mktemp("gaussians")
-    x = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, size=1000)
-    np.savez(folder / "gauss.npz", x=x.astype("float32"))
-    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "gauss.npz"), "test_fraction": 0.2,
-            "seed": 0}  # fmt: skip
-    spec = build(data).prepare().spec
-    for name, (kind, options) in FAMILIES.items():
-        save(kind(spec, mean=MEAN, covariance=COVARIANCE, **options), folder / name / "best.ckpt", data)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def truth(gaussians) -> float:
-    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(gaussians / "gauss.npz"), "test_fraction": 0.2}
-    x = next(iter(build(data).prepare().loader("test", 1000))).x
-    return -float(log_prob(x, *moments(MEAN, COVARIANCE)).mean())
-
-
-def test_a_fuller_report_is_not_lost(gaussians, tmp_path):
-    words = [f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json"]
-    evaluate(*words, "stages=[likelihood,cost]", cwd=tmp_path)
-    full = report(tmp_path / "a.json")
-    out, _ = evaluate(*words, "stages=[likelihood]", cwd=tmp_path)
-    assert "a.json held cost too: kept as a_before.json" in out
-    kept = report(tmp_path / "a_before.json")
-    assert full["sampling"] == kept["sampling"] and not report(tmp_path / "a.json")["sampling"]
-    assert kept["arrays"] == "a_before.npz" and all((tmp_path / f"a_before.{end}").exists() for end in ("npz", "html"))
-    out, _ = evaluate(*words, "stages=[likelihood]", cwd=tmp_path)
-    assert "kept as" not in out and report(tmp_path / "a_before.json") == kept
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.npz", "a.html"])
-def test_files_next_to_a_report_that_are_of_none_are_kept(gaussians, tmp_path, name):
-    (tmp_path / name).write_bytes(b"mine")
-    _, err = evaluate(f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json", "stages=[likelihood]", cwd=tmp_path, code=2)
-    assert f"{name} is of no evaluation and would be replaced" in err
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, b"mine")]
-
-
-@pytest.mark.parametrize("name", ["mine.npz", "mine.html"])
-def test_files_next_to_a_table_that_are_of_no_evaluation_are_kept_too(gaussians, tmp_path, name):
-    (tmp_path / name).write_bytes(b"mine")
-    (tmp_path / "table.json").write_text('{"rows": [], "models": []}')
-    words = [f"ckpt={gaussians}/flow", f"out={tmp_path}/mine.json", "stages=[likelihood]"]
-    _, err = evaluate(*words, cwd=tmp_path, code=2)
-    assert f"{name} is of no evaluation and would be replaced" in err and (tmp_path / name).read_bytes() == b"mine"
-
-
-def test_a_report_is_kept_for_a_likelihood_or_measures_of_samples_that_the_new_one_lacks(gaussians, tmp_path):
-    words = [f"ckpt={gaussians}/diffusion", f"out={tmp_path}/a.json", "draws=2", "samples=4", "ode=false",
-             "stages=[likelihood,fidelity]"]  # fmt: skip
-    evaluate(*words, "bound=both", cwd=tmp_path)
-    out, _ = evaluate(*words, "bound=discrete", cwd=tmp_path)
-    assert "a.json held likelihood: bound, continuous time too: kept as a_before.json" in out
-    out, _ = evaluate(*words, "bound=discrete", "seed=1", cwd=tmp_path)
-    assert "kept as" not in out
-    full = report(tmp_path / "a.json")
-    measured, skipped = (_held_in(found) for found in (full, full | {"fidelity": {"skipped": "too few"}}))
-    assert measured.beyond(skipped) == "fidelity too" and skipped.beyond(measured) == ""
-    none = _held_in(full | {"likelihood": [], "seconds": {"fidelity": 1.0}})
-    assert measured.beyond(none) == "likelihood too"
-
-
-@pytest.mark.parametrize("name", ["table.csv", "table.json", "table.md", "report.html"])
-def test_files_where_a_table_goes_that_are_of_none_are_kept(gaussians, tmp_path, name):
-    shutil.copytree(gaussians / "flow", tmp_path / "again")
-    words = [f"ckpt=[{gaussians}/flow,again]", "out=c", "stages=[likelihood]"]
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / name).write_bytes(b"\xe4,b,c\n1,2,3\n")
-    _, err = evaluate(*words, cwd=tmp_path, code=2)
-    assert f"{name} is of no evaluation and would be replaced: give out=<folder>" in err
-    assert [path.name for path in (tmp_path / "c").iterdir()] == [name]
-    (tmp_path / "c" / name).unlink()
-    for _ in range(2):  # those of a table are replaced
-        evaluate(*words, cwd=tmp_path)
-    assert {path.name for path in (tmp_path / "c").iterdir()} >= {"table.csv", "table.json", "table.md", "report.html"}
-
-
-def test_no_report_is_lost_to_parts_or_to_other_items(gaussians, tmp_path):
-    words = [f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json"]
-    for stages in ("likelihood,cost", "likelihood", "cost"):
-        evaluate(*words, f"stages=[{stages}]", cwd=tmp_path)
-    held = {path.name: set(report(path)["seconds"]) for path in tmp_path.glob("*.json")}
-    assert held == {"a.json": {"cost"}, "a_before.json": {"likelihood", "cost"}, "a_before2.json": {"likelihood"}}
-    np.savez(tmp_path / "other.npz", x=np.random.default_rng(1).normal(size=(50, 3)).astype("float32"))
-    other = [f"data.file={tmp_path}/other.npz", "data.test_fraction=0.5"]
-    out, _ = evaluate(*words, "stages=[cost]", *other, cwd=tmp_path)
-    assert "a.json held results of other items: kept as a_before3.json" in out
-    assert report(tmp_path / "a.json")["data"]["name"] == "other" and "other, test split, 25 items" in out
-
-
-def test_items_that_a_model_was_trained_on_are_not_held_out(gaussians, tmp_path):
-    for word in ("data.seed=5", "data.test_fraction=0.3"):
-        _, err = evaluate(f"ckpt={gaussians}/flow", word, cwd=tmp_path, code=2)
-        assert f"{word} divides gauss anew and would hold out items that the model was trained on" in err
-    words = ["data.test_fraction=0.2", "stages=[cost]", f"out={tmp_path}/a.json"]
-    evaluate(f"ckpt={gaussians}/flow", *words, cwd=tmp_path)
-
-
-@pytest.mark.parametrize("rows, order, asked, said", [
-    (60, "abc", {}, None), (60, "abc", {"batch_size": 5}, None), (61, "abc", {}, "has changed since training"),
-    (61, "abc", {"file": "t.csv"}, None), (60, "abd", {"file": "t.csv"}, "columns are a, b, d.* built for a, b, c"),
-    (-60, "abc", {}, "has changed since training"),
-])  # fmt: skip
-def test_a_table_that_changed_since_training_is_refused(tmp_path, rows, order, asked, said):
-    file, x = tmp_path / "t.csv", np.random.default_rng(0).normal(size=(61, 3))
-
-    def data(rows, order):
-        chosen = x[:rows] if rows > 0 else x[:-rows][::-1]  # of the same items in another order other ones are held out
-        np.savetxt(file, chosen, delimiter=",", header=",".join(order), comments="")
-        return Arrays(file=str(file)).prepare()
-
-    trained, found = SimpleNamespace(spec=data(60, "abc").spec, num_classes=None), data(rows, order)
-    expected = contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said)
-    with expected:
-        require_same_items(trained, found, asked)
-
-
-def test_one_changed_value_of_a_long_table_is_noticed_and_an_earlier_fingerprint_accepted(tmp_path):
-    file, x = tmp_path / "t.npy", np.random.default_rng(0).normal(size=(5000, 2)).astype(np.float32)
-    np.save(file, x)
-    trained = SimpleNamespace(spec=Arrays(file=str(file)).prepare().spec, num_classes=None)
-    for changes in (1, 2502, 4998):
-        changed = x.copy()
-        changed[changes, 1] += 1e-3
-        np.save(file, changed)
-        with pytest.raises(InputError, match="has changed since training"):
-            require_same_items(trained, Arrays(file=str(file)).prepare(), {})
-    former = replace(trained.spec, fingerprint=trained.spec.fingerprint.partition(", all of them")[0])
-    np.save(file, x)
-    require_same_items(SimpleNamespace(spec=former, num_classes=None), Arrays(file=str(file)).prepare(), {})
-
-
-def clips(folder: Path, lengths: list[int]) -> Path:
-    """A manifest of clips of so many samples, by two speakers."""
-    lines = []
-    for number, length in enumerate(lengths):
-        write_wav(folder / f"{number}.wav", 0.1 * torch.randn(length, generator=torch.Generator().manual_seed(number)),
-                  16_000)
-        lines.append(f"{number}.wav|Say {chr(97 + number % 26)}.|{'anna' if number % 2 else 'ben'}")
-    (folder / "list.txt").write_text("\n".join(lines))
-    return folder / "list.txt"
-
-
-def test_options_that_leave_items_out_divide_the_rest_anew_and_are_refused(tmp_path):
-    root = clips(tmp_path, [8000 + 1000 * number for number in range(30)])
-    trained = Speech(root=str(root), layout="manifest").prepare()
-    model = SimpleNamespace(spec=trained.spec, num_classes=None)
-    require_same_items(model, Speech(root=str(root), layout="manifest", batch_size=3).prepare(), {"batch_size": 3})
-    with pytest.warns(UserWarning, match="left out"):
-        fewer = Speech(root=str(root), layout="manifest", max_seconds=1.5, skip_bad=True).prepare()
-    items = [{item.name for item in data.split("train").items} for data in (trained, fewer)]
-    assert {item.name for name in ("val", "test") for item in fewer.split(name).items} & items[0]  # which is why
-    with pytest.raises(InputError, match="has changed since training .*data.max_seconds=1.5"):
-        require_same_items(model, fewer, {"max_seconds": 1.5, "skip_bad": True})
-    former = replace(trained.spec, fingerprint=trained.spec.fingerprint.partition(", clips")[0])  # of former versions
-    require_same_items(SimpleNamespace(spec=former, num_classes=None), trained, {})
-
-
-@pytest.mark.parametrize("change, said", [
-    ({}, None), ({"symbols": "ipa"}, "in other symbols"), ({"blanks": False}, "other symbols"),
-    ({"speakers": ["ben", "anna"]}, "speakers is"),
-])  # fmt: skip
-def test_texts_in_other_symbols_and_of_other_speakers_do_not_fit(tmp_path, change, said):
-    root = clips(tmp_path, [8000] * 12)
-    trained = Speech(root=str(root), layout="manifest", blanks=True).prepare().spec
-    found = replace(trained)
-    if "symbols" in change:
-        found = replace(trained, text=trained.text | {"symbols": ["a"]})
-    elif "blanks" in change:
-        found = Speech(root=str(root), layout="manifest", blanks=False).prepare().spec
-    elif "speakers" in change:
-        found = replace(trained, speakers=("ben", "anna", "zoe"))
-    with contextlib.nullcontext() if said is None else pytest.raises(InputError, match=said):
-        fits(SimpleNamespace(spec=trained, num_classes=None), found)
-
-
-def test_a_likelihood_is_kept_when_the_samples_fail(gaussians, tmp_path, monkeypatch, capsys):
-    """And an earlier report is renamed, which the user is told."""
-    def fail(self):
-        raise RunError("sample 3 is not finite")
-
-    (tmp_path / "r.json").write_text(json.dumps({"seconds": {"cost": 1.0}, "data": {"item_hash": "other items"}}))
-    with monkeypatch.context() as patched:
-        patched.setattr(FidelityStage, "run", fail)
-        with pytest.raises(RunError, match="sample 3 is not finite .*what was done before is in .*r.json"):
-            asked = Request(stages=["likelihood", "fidelity"], out=str(tmp_path / "r.json"), trust=["tests"], limit=20)
-            compare([gaussians / "flow/best.ckpt"], asked, Ranks(), several=False, failures={})
-    assert report(tmp_path / "r.json")["likelihood"][0]["kind"] == "exact"
-    assert "held results of other items: kept as r_before.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, said", [
@@ -396,47 +68,6 @@ def test_the_cost_is_that_of_the_batch_that_is_named(gaussians, tmp_path):
         assert found["batch_size"] == min(size, 16)
         evaluations.append(found["evaluations"])
     assert evaluations[0] == pytest.approx(evaluations[1], rel=0.05)
-
-
-class Mirrored(Arrays):
-    """A data set that hands its options on, as CIFAR-10 does."""
-
-    def __init__(self, **shared):
-        super().__init__(**shared)
-
-
-@pytest.mark.parametrize("asked, refused", [
-    ({"seed": 5}, True), ({"seed": 0}, False), ({"root": "elsewhere"}, False), ({"seed": 5, "file": "b.npz"}, False),
-])  # fmt: skip
-def test_every_data_set_is_divided_as_in_training(gaussians, asked, refused):
-    data = Mirrored(file=str(gaussians / "gauss.npz")).prepare()
-    expected = pytest.raises(InputError, match="divides gauss anew") if refused else contextlib.nullcontext()
-    with expected:
-        _require_same_division(data, {"seed": 0}, asked)
-    _require_same_division(Toy(n_train=9, n_val=9, n_test=9).prepare(), {"seed": 0}, {"seed": 5})  # draws other points
-
-
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(gaussians, tmp_path, monkeypatch):
-    from genmodels.models import checkpoint
-
-    shutil.copytree(gaussians / "flow", tmp_path / "run")
-    load = checkpoint.load_model
-
-    def replaced(path, **options):
-        found = load(path, **options)
-        shutil.copy(gaussians / "diffusion" / "best.ckpt", path)
-        return found
-
-    monkeypatch.setattr(checkpoint, "load_model", replaced)
-    _, err = evaluate(f"ckpt={tmp_path}/run", "stages=[likelihood]", cwd=tmp_path, code=1)
-    assert "was replaced while it was read: evaluate again" in err
-
-
-def test_samples_are_not_compared_with_training_items(gaussians, tmp_path):
-    words = [f"ckpt={gaussians}/flow", "split=train", "stages=[fidelity]", f"out={tmp_path}/a.json"]
-    out, _ = evaluate(*words, cwd=tmp_path)
-    assert "compared with held-out items: split=test or split=val" in out
-    assert "skipped" in report(tmp_path / "a.json")["fidelity"]
 
 
 def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(gaussians, truth, tmp_path):
@@ -593,71 +224,6 @@ def test_checks_of_the_likelihood_are_not_lost_to_the_cache(gaussians, tmp_path,
         evaluate(*words, f"stages=[{stages}]", f"out={tmp_path}/{len(stages)}.json", cwd=tmp_path)
         names = [check["name"] for check in report(tmp_path / f"{len(stages)}.json")["checks"]]
         assert ("forward log Z <= reverse" in names) == expected
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
-    """An untrained flow of digits conditioned on classes."""
-    folder = tmp_path_factory.mktemp("digits")
-    data = {"_target_": "genmodels.data.vision.Digits"}
-    spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
-    model = RealNVP(spec, layout=["checkerboard*2"], hidden=4, depth=1, class_conditional=True, ema_decay=0)
-    model.initialize(next(iter(build(data).prepare().loader("train", 64))))
-    save(model, folder / "best.ckpt", data)
-    return folder
-
-
-def test_other_data_that_are_missing_are_said_before_the_likelihoods(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(LikelihoodStage, "run", lambda stage: pytest.fail("the likelihoods were computed first"))
-    _, err = evaluate(f"ckpt={digits}", "ood=arrays", "ood_data.file=nowhere.npz", "device=cpu", cwd=tmp_path, code=2)
-    assert err.count("\n") == 1 and "nowhere.npz does not exist" in err
-
-
-def test_other_data_against_a_single_item(digits, tmp_path):
-    out, _ = evaluate(f"ckpt={digits}", "ood=noise", "limit=1", "stages=[likelihood]", f"out={tmp_path}/r.json",
-                      cwd=tmp_path)
-    found = report(tmp_path / "r.json")["ood"][0]
-    assert found["auroc"] is not None and list(found["scores"]) == ["less_complexity"]
-    assert found["said"].endswith("no typicality, which needs two items") and "nan" not in out
-
-
-def labelled(folder, x, y, **options):
-    """An untrained flow of a labelled table, conditioned on its classes, in a folder with its data."""
-    np.savez(folder / "table.npz", x=x.astype(np.float32), y=y)
-    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "table.npz")}
-    prepared = build(data).prepare()
-    model = NSF(prepared.spec, layers=1, hidden=8, class_conditional=True, ema_decay=0, **options)
-    model.initialize(next(iter(prepared.loader("train", 64))))
-    save(model, folder / "best.ckpt", data)
-    return prepared
-
-
-def test_classes_of_other_frequencies(tmp_path):
-    """Samples have the classes of the items that they are compared with; a density of each class has no map."""
-    y = np.arange(800) % 10 == 0
-    prepared = labelled(tmp_path, np.random.default_rng(0).normal(size=(800, 2)) + 8 * y[:, None], y.astype(int))
-    test = prepared.items("test")
-    evaluate(f"ckpt={tmp_path}/best.ckpt", "stages=[likelihood,fidelity,checks]", f"samples={len(test)}", "force=true",
-             f"out={tmp_path}/r.json", cwd=tmp_path)
-    found, arrays = report(tmp_path / "r.json"), np.load(tmp_path / "r.npz")
-    classes = arrays["samples_cond"].tolist()
-    assert sorted(classes) == sorted(test.cond.tolist()) and classes[:2] == [0, 1]
-    assert not found["density"] and not [check for check in found["checks"] if "integrates" in check["name"]]
-
-
-def test_other_data_in_order_are_not_read_from_their_beginning(digits, tmp_path):
-    """Of a test split whose first half is black a sample of the same size is evaluated."""
-    x = np.zeros((200, 1, 8, 8), np.uint8)
-    x[100:] = Digits().prepare().items("train").x[:100].numpy()
-    arrays = {f"{name}_{split}": values for split in ("train", "val", "test")
-              for name, values in (("x", x), ("y", np.arange(200) % 10))}
-    np.savez(tmp_path / "other.npz", **arrays)
-    out, _ = evaluate(f"ckpt={digits}", "ood=arrays", f"ood_data.file={tmp_path}/other.npz", "ood_data.levels=17",
-                      "limit=40", "stages=[likelihood]", f"out={tmp_path}/r.json", cwd=tmp_path)
-    found = report(tmp_path / "r.json")["ood"][0]
-    assert "40 of 200 items, chosen at random" in found["said"]
-    black = (np.load(tmp_path / "r.npz")["ood_0_nats"] > -150).sum()
-    assert 10 < black < 30
 
 
 def test_everything_of_one_model(digits, tmp_path, monkeypatch):
@@ -819,107 +385,6 @@ def test_chains_are_refused_where_log_z_is_a_sum_over_a_grid(dims, options, refu
         check_options([opened])
 
 
-def test_values_that_are_no_values_of_the_data_are_named(gaussians, tmp_path):
-    x = np.random.default_rng(1).normal(size=(1000, 3)).astype("float32")
-    x[:, 0] = 1e30  # finite, and of no finite density
-    np.savez(tmp_path / "far.npz", x=x)
-    words = [f"ckpt={gaussians}/flow", f"data.file={tmp_path}/far.npz", "stages=[likelihood]",
-             f"out={tmp_path}/of_far.json"]
-    _, err = evaluate(*words, cwd=tmp_path, code=1)
-    assert "200 of 200 likelihoods are not finite (first items: 0, 1, 2)" in err
-    line = report(tmp_path / "of_far.json")["likelihood"][0]
-    assert line["nll"] is None and line["reason"] == "not finite"
-
-
-def test_a_label_is_missing_or_not_needed(digits, tmp_path):
-    x = np.random.default_rng(1).integers(0, 17, (60, 8, 8), dtype="uint8")
-    np.savez(tmp_path / "plain.npz", x=x)
-    words = [f"ckpt={digits}", "data._target_=genmodels.data.arrays.Arrays", f"data.file={tmp_path}/plain.npz",
-             "data.levels=17"]
-    _, err = evaluate(*words, cwd=tmp_path, code=2)
-    assert "they have no labels, the model is conditioned on 10 classes" in err
-
-
-def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, monkeypatch):
-    from genmodels.evaluation import cost
-
-    def stop(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cost, "measure", stop)
-    _, err = evaluate(f"ckpt={gaussians}/flow", "cache=false", f"out={tmp_path}/r.json", cwd=tmp_path, code=130)
-    found = report(tmp_path / "r.json")
-    assert found["partial"] and found["likelihood"][0]["nll"] > 0 and abs(found["fidelity"]["kernel"]) < 0.1
-    assert found["sampling"] == {} and "interrupted" in err
-
-
-def test_an_evaluation_interrupted_in_its_first_stage_leaves_the_report_as_it_was(gaussians, tmp_path, monkeypatch):
-    def stop(*arguments, **options):
-        raise KeyboardInterrupt
-
-    words = [f"ckpt={gaussians}/flow", "cache=false", "stages=[likelihood]", f"out={tmp_path}/r.json"]
-    evaluate(*words, cwd=tmp_path, code=0)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(GaussianFlow, "log_likelihood", stop)
-    _, err = evaluate(*words, cwd=tmp_path, code=130)
-    assert "interrupted: no stage was finished" in err
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before and "r.json" in before
-
-
-def test_tables_are_kept_like_reports(gaussians, tmp_path):
-    words, out = [f"ckpt=[{gaussians}/flow,{gaussians}/diffusion]", "draws=2"], tmp_path / "t"
-    evaluate(*words, "stages=[likelihood]", f"out={out}", cwd=tmp_path, code=0)
-    names = ("table.json", "table.md", "table.csv", "report.html")
-    first = {name: (out / name).read_bytes() for name in names}
-    assert "test split, 200 items" in (out / "table.md").read_text().splitlines()[0]
-    printed, _ = evaluate(*words, "stages=[likelihood]", "limit=20", f"out={out}", cwd=tmp_path, code=0)
-    assert f"{out / 'table.json'} held results of other items: kept as table_before.json" in printed
-    assert first == {name: (out / name.replace(".", "_before.")).read_bytes() for name in names}
-    assert "test split, 20 items" in (out / "table.md").read_text()
-    printed, _ = evaluate(*words, "stages=[likelihood,checks]", "limit=20", f"out={out}", cwd=tmp_path, code=0)
-    assert "kept as" not in printed  # the same items and models, and one stage more
-    shutil.copytree(gaussians / "flow", tmp_path / "copy")
-    words = [f"ckpt=[{gaussians}/flow,{tmp_path}/copy]"]
-    printed, _ = evaluate(*words, "stages=[likelihood,checks]", "limit=20", f"out={out}", cwd=tmp_path, code=0)
-    assert "table.json held" in printed and "diffusion" in printed and "kept as table_before2.json" in printed
-    assert first["table.json"] == (out / "table_before.json").read_bytes()
-
-
-def test_reports_that_would_share_a_file_are_numbered(gaussians, tmp_path):
-    for place in ("a", "b", "c"):
-        shutil.copytree(gaussians / "flow", tmp_path / place / "run")
-    checkpoints = ",".join(f"{tmp_path}/{place}/run" for place in "abc")
-    evaluate(f"ckpt=[{checkpoints}]", "stages=[likelihood]", "limit=20", f"out={tmp_path}/t", cwd=tmp_path, code=0)
-    found = sorted(file.name for file in (tmp_path / "t" / "run").glob("*.json"))
-    assert found == ["report_first20.json", "report_first20_2.json", "report_first20_3.json"]
-
-
-def test_a_table_of_one_run_leaves_its_page(gaussians, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(gaussians / "flow", run)
-    shutil.copy(run / "best.ckpt", run / "last.ckpt")
-    words = ["stages=[likelihood]", "limit=20"]
-    evaluate(f"ckpt={run}", "stages=[likelihood]", cwd=tmp_path, code=0)
-    page = (run / "report.html").read_bytes()
-    printed, _ = evaluate(f"ckpt=[{run}/best.ckpt,{run}/last.ckpt]", *words, cwd=tmp_path, code=0)
-    assert (run / "report.html").read_bytes() == page
-    assert f"table: {run / 'comparison' / 'table.md'}" in printed and (run / "comparison" / "report.html").exists()
-    assert (run / "report_first20.json").exists() and (run / "report_last_first20.json").exists()
-
-
-def test_a_table_renews_the_pages_of_its_models(gaussians, tmp_path):
-    """The report is replaced, and its page would show other values."""
-    for place in ("a", "b"):
-        shutil.copytree(gaussians / "flow", tmp_path / place, ignore=shutil.ignore_patterns("report*"))
-    evaluate(f"ckpt={tmp_path}/a", "stages=[likelihood]", cwd=tmp_path)
-    page = tmp_path / "a" / "report.html"
-    before = page.read_text()
-    page.write_text("of older weights")
-    evaluate(f"ckpt=[{tmp_path}/a,{tmp_path}/b]", "stages=[likelihood]", cwd=tmp_path)
-    assert len(page.read_text()) > 0.9 * len(before) and "<html" in page.read_text()
-    assert not (tmp_path / "b" / "report.html").exists() and (tmp_path / "report.html").exists()
-
-
 def test_the_evaluations_of_swept_chains_are_those_of_their_steps(gaussians, tmp_path):
     evaluate(f"ckpt={gaussians}/energy", "stages=[cost]", "sweeps=[steps]", "samples=130", f"out={tmp_path}/s.json",
              cwd=tmp_path)
@@ -939,51 +404,10 @@ def test_a_sampler_that_one_model_of_a_table_has_not_is_refused_first(gaussians,
     assert "sampler of " in err and "masked/best.ckpt must be one of ancestral, confidence, got 'ddim'" in err
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_first_items_of_few_classes_are_no_sample_of_the_split(tmp_path, ordered):
-    labels = np.repeat(np.arange(10), 30)
-    labels = labels if ordered else np.random.default_rng(0).permutation(labels)
-    x = labels[:, None] + np.random.default_rng(1).normal(size=(300, 2))
-    np.savez(tmp_path / "x.npz", **{f"{split}_{key}": value.astype("float32" if key == "x" else "int64")
-                                    for split in ("train", "val", "test")
-                                    for key, value in (("x", x), ("labels", labels))})
-    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "x.npz")}
-    save(GaussianFlow(build(data).prepare().spec, mean=[4.5, 4.5], covariance=[[9.0, 8.0], [8.0, 9.0]]),
-         tmp_path / "best.ckpt", data)
-    for limit, warned in ((60, ordered), (300, False)):
-        out, err = evaluate(f"ckpt={tmp_path}/best.ckpt", "stages=[likelihood]", f"limit={limit}",
-                            f"out={tmp_path}/r.json", cwd=tmp_path)
-        assert ("the first 60 items, which alone are evaluated, are of 2 classes, and" in out + err) == warned
-
-
-def test_points_of_a_sweep_have_reports_of_their_own(gaussians, tmp_path):
-    words = [f"ckpt={gaussians}/flow", "stages=[likelihood]", "limit=20"]
-    evaluate("-m", *words, "seed=0,1", cwd=tmp_path, code=0)
-    found = [report(path) for path in sorted((gaussians / "flow").glob("report_first20_seed-?.json"))]
-    assert len(found) == 2 and found[0]["likelihood"][0]["nll"] == pytest.approx(found[1]["likelihood"][0]["nll"])
-
-
 def test_a_sweep_of_options_takes_the_number_of_samples(digits, tmp_path):
     words = ["stages=[cost]", "sweeps=[temperature]", "samples=32", "force=true"]
     evaluate(f"ckpt={digits}", *words, f"out={tmp_path}/s.json", cwd=tmp_path)
     assert [sweep["n"] for sweep in report(tmp_path / "s.json")["sweeps"]] == [32]
-
-
-def test_an_interruption_keeps_the_models_before(gaussians, tmp_path, monkeypatch):
-    from genmodels.evaluation import cost
-
-    measure, calls = cost.measure, []
-
-    def stop_at_the_second(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return measure(*arguments, **options)
-
-    monkeypatch.setattr(cost, "measure", stop_at_the_second)
-    words = [f"ckpt=[{gaussians}/flow,{gaussians}/diffusion]", "cache=false", f"out={tmp_path}/r"]
-    evaluate(*words, "stages=[cost]", cwd=tmp_path, code=130)
-    assert report(tmp_path / "r" / "flow" / "report.json")["sampling"]
 
 
 def test_torch_is_limited_when_memory_is_short(gaussians, tmp_path, monkeypatch):
