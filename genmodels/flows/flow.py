@@ -373,15 +373,20 @@ class Flow(nn.Module):
         return Latents.unflatten(z, multiscale.scale_shapes(multiscale.in_shape(tuple(z.shape[1:]))))
 
     def _join(self, latents: Latents) -> Tensor:
-        return latents[0] if _multiscale(self.bijection) is None else latents.flatten()
+        if _multiscale(self.bijection) is not None:
+            return latents.flatten()
+        if len(latents) != 1:
+            raise ValueError(f"this flow has one scale of latents, got {len(latents)}")
+        return latents[0]
 
 
 def class_posterior(
     log_prob: Callable[[Tensor], Tensor], n: int, num_classes: int, log_prior: Tensor | None, device
 ) -> Tensor:
     """softmax_y [log p(x | y) + log p(y)] in float64, (n, num_classes); a uniform prior by default."""
-    if log_prior is not None and log_prior.shape[-1:] != (num_classes,):
-        raise ValueError(f"log_prior must have a value for each of {num_classes} classes, got {tuple(log_prior.shape)}")
+    if log_prior is not None and tuple(log_prior.shape) not in ((num_classes,), (1, num_classes), (n, num_classes)):
+        raise ValueError(f"log_prior must have a value for each of {num_classes} classes, of each of {n} examples "
+                         f"if they differ, got {tuple(log_prior.shape)}")
     labels = (torch.full((n,), y, device=device) for y in range(num_classes))
     scores = torch.stack([log_prob(label).double() for label in labels], dim=1)
     return torch.softmax(scores if log_prior is None else scores + log_prior.to(scores), dim=1)

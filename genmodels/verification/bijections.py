@@ -77,7 +77,7 @@ def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
         returned = s.run(value, inverse, cond=cond)[1]
     found = Measured(0.0)
     for row in range(len(value)):
-        matrix = jacobian(s, value, cond, row, inverse)
+        matrix = jacobian(s, value, cond, row, inverse).detach()
         if not bool(matrix.isfinite().all()):
             continue
         sizes = torch.linalg.svdvals(matrix)

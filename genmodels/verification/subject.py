@@ -229,7 +229,7 @@ def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) 
 
 
 def ranges(layer: nn.Module) -> tuple[Range, Range]:
-    """The domains of a bijection's forward and inverse: everywhere, but for a logit at that end or its own attributes.
+    """The domains of a bijection's forward and inverse: its own attributes, or everywhere but for a logit at that end.
 
     Example:
         >>> ranges(Inverse(Logit(0.05)))
@@ -242,9 +242,8 @@ def ranges(layer: nn.Module) -> tuple[Range, Range]:
     if isinstance(layer, Freeze):
         return ranges(layer.bijection)
     parts = layer.layers if isinstance(layer, Compose) else layer.stages if isinstance(layer, MultiScale) else ()
-    if len(parts):
-        return ranges(parts[0])[0], ranges(parts[-1])[1]
-    return getattr(layer, "x_range", EVERYWHERE), getattr(layer, "z_range", EVERYWHERE)
+    ends = (ranges(parts[0])[0], ranges(parts[-1])[1]) if len(parts) else (EVERYWHERE, EVERYWHERE)
+    return getattr(layer, "x_range", ends[0]), getattr(layer, "z_range", ends[1])
 
 
 def knots_of(layer: nn.Module) -> list[float]:
@@ -330,6 +329,8 @@ def prepare(
 ) -> Subject:
     """The subject of a layer: copied, converted to float64, perturbed, then initialised as in training."""
     shape = as_shape(shape)
+    if not shape:
+        raise ValueError(f"{type(layer).__name__}: events need at least one dimension: (1,) for single numbers")
     own = ranges(layer)
     x_range, z_range = own[0] if x_range is None else x_range, own[1] if z_range is None else z_range
     for name, given in (("x_range", x_range), ("z_range", z_range)):

@@ -272,7 +272,10 @@ def test_resample_replaces_the_chosen_scales_only():
 def test_something_after_the_scales_makes_one_latent_of_them():
     body = MultiScale([Flip(4), Flip(2)], [FactorOut(4)], (4,))
     flow = Flow(Compose([body, Flip(4)], (4,)), StandardNormal((4,)))
-    assert len(flow.latents(torch.zeros(1, 4))) == 1
+    latents = flow.latents(torch.zeros(1, 4))
+    assert len(latents) == 1
+    with pytest.raises(ValueError, match="this flow has one scale of latents, got 2"):
+        flow.from_latents(Latents((latents[0], latents[0])))
     assert len(Flow(body, StandardNormal((4,))).latents(torch.zeros(1, 4))) == 2
 
 
@@ -325,8 +328,10 @@ def test_class_posterior():
     joint = torch.stack([flow.log_prob(x, torch.full((5,), y)).exp() for y in range(3)], dim=1)
     torch.testing.assert_close(posterior, joint / joint.sum(1, keepdim=True))
     prior = torch.tensor([0.7, 0.2, 0.1]).double()
-    with pytest.raises(ValueError, match=r"log_prior must have a value for each of 3 classes, got \(2,\)"):
+    with pytest.raises(ValueError, match=r"log_prior must have a value for each of 3 classes, .* got \(2,\)"):
         flow.class_posterior(x, 3, log_prior=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"of each of 1 examples if they differ, got \(5, 3\)"):
+        flow.class_posterior(x[:1], 3, log_prior=torch.zeros(5, 3))
     weighted = flow.class_posterior(x, 3, log_prior=prior.log())
     torch.testing.assert_close(weighted, joint * prior / (joint * prior).sum(1, keepdim=True))
 

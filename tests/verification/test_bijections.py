@@ -259,6 +259,14 @@ def test_where_the_logit_is_defined():
     check_bijection(Compose([Logit(), Shift(1.0)], (2, 3, 3)), (2, 3, 3), **NO_COMPILER).raise_if_failed()
 
 
+def test_a_composition_may_say_its_own_domain():
+    class Root(Compose):
+        x_range = (0.0, 4.0)
+
+    assert ranges(Root([Shift(1.0)], (2,))) == ((0.0, 4.0), (-math.inf, math.inf))
+    assert ranges(Inverse(Root([Logit()], (2,)))) == ((-math.inf, math.inf), (0.0, 4.0))
+
+
 def test_own_inputs_and_conditions_are_used():
     x = torch.full((2, 4), 2.0)
     wrong = {"round trip": 1e-300}
@@ -300,6 +308,8 @@ def test_what_cannot_be_checked_is_an_error():
         check_bijection(Stretch(3), (3,), tolerances={"colour": 1.0})
     with pytest.raises(ValueError, match="needs a condition"):
         check_bijection(Couple(cond=2), (4,))
+    with pytest.raises(ValueError, match=r"Stretch: events need at least one dimension: \(1,\) for single numbers"):
+        check_bijection(Stretch(1), ())
     with pytest.raises(ValueError, match="at least two examples"):
         check_bijection(Stretch(3), (3,), batch=1)
     with pytest.raises(ValueError, match=r"events of shape \(3,\), not \(4,\)"):
