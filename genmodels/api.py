@@ -22,7 +22,6 @@ from torch import Tensor
 
 from genmodels.cli.schema import Schema
 from genmodels.core import samples as core
-from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, Interrupted, an, as_input_errors, at_least, first_line, require_known
 from genmodels.core.files import located
@@ -32,7 +31,7 @@ from genmodels.core.tensors import html_table
 from genmodels.evaluation.materials import data_of, material
 from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
 from genmodels.models.base import GenerativeModel
-from genmodels.models.checkpoint import file_of, is_unchanged, load_model, weights_of
+from genmodels.models.checkpoint import Source, load_model, weights_of
 from genmodels.plots.images import has_picture, picture_of, show
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class Model:
 
     def __init__(self, network: GenerativeModel, header: dict[str, Any], ckpt: str | Path, trust: Sequence[str] = ()):
         self.network, self.header, self.ckpt, self.trust = network, header, ckpt, list(trust)
-        self._origin = origin(located(ckpt), header)
+        self._source = Source(network, header, ckpt)
 
     @property
     def spec(self) -> DataSpec:
@@ -194,7 +193,7 @@ class Model:
         if self.spec.text is not None:
             return self._say(options.pop("n"), options)
         drawn = draw(self.network, SamplingOptions(**options), batch_size=batch_size, progress=progress)
-        drawn.made |= self._origin
+        drawn.made |= self._source.record_of(self.network)
         return Samples.of(drawn, self.spec)
 
     def _say(self, takes: int, options: dict[str, Any]) -> Speech:
@@ -204,7 +203,7 @@ class Model:
         texts = examples_of(self.spec, takes) if how.text is None else how.text
         found = synthesise(self.network, [texts] if isinstance(texts, str) else list(texts), how,
                            takes=1 if how.text is None else takes, start=how.start)
-        return Speech(found, self.spec, how, self._origin)
+        return Speech(found, self.spec, how, self._source.record_of(self.network))
 
     def log_likelihood(
         self, x: Any, cond: Any = None, *, ema: bool | float = True, seed: int = 0,
@@ -290,7 +289,7 @@ class Model:
 
         require_known("verify", options, [field.name for field in fields(Options) if field.name != "randomise"])
         how = Options(**_checked("genmodels.verification.check.Options", {"randomise": False, **options}))
-        return check_model(None, None, file_of(self.network, self.ckpt), ema, device, self.trust, how)
+        return check_model(None, None, self._source.file_of(self.network), ema, device, self.trust, how)
 
     def push(
         self, to: str | None = None, *, licence: str, out: str | Path | None = None, private: bool = False
@@ -302,7 +301,7 @@ class Model:
         """
         from genmodels.cli import push
 
-        ckpt = file_of(self.network, self.ckpt)
+        ckpt = self._source.file_of(self.network)
         push.run(ckpt=ckpt, licence=licence, to=to, out=out and str(out), private=private, trust=self.trust)
 
     def export(self, out: str | Path, *, ema: bool | float = True) -> list[str]:
@@ -313,8 +312,7 @@ class Model:
         """
         from genmodels.cli.export import export
 
-        header = self.header if is_unchanged(self.network) else self.network.header()
-        return export(self.network, header, out, ema, self.trust)
+        return export(self.network, self._source.header_of(self.network), out, ema, self.trust)
 
     def evaluate(self, **options: Any) -> Comparison:
         """`genmodels.evaluate` of this model."""
@@ -380,7 +378,7 @@ def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options:
 
     require_known("evaluate", options, [field.name for field in fields(Request)])
     several = [ckpt] if isinstance(ckpt, str | Path | Model) else list(ckpt)
-    names = [file_of(each.network, each.ckpt) if isinstance(each, Model) else each for each in several]
+    names = [each._source.file_of(each.network) if isinstance(each, Model) else each for each in several]
     trusted = [name for each in several if isinstance(each, Model) for name in each.trust]
     options["trust"] = list(dict.fromkeys([*(options.get("trust") or ()), *trusted]))
     if options.get("processes", 1) != 1:

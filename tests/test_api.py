@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ import genmodels as gm
 from genmodels.cli import CONFIGURED
 from genmodels.cli.compose import composer, words_by_name
 from genmodels.cli.sample import run as sample_command
+from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.data.vision import Digits
@@ -62,21 +63,42 @@ def test_an_exported_model_is_the_same(model, folder):
     assert torch.equal(ours, theirs) and other.header == model.header
 
 
-def test_weights_that_have_changed_are_not_those_of_the_file(folder, tmp_path, refuses):
+@pytest.mark.parametrize("change", [
+    lambda network: next(network.core.parameters()).add_(0.1),
+    lambda network: [p.copy_(p.flip(0)) for p in network.core.parameters()],
+    lambda network: next(network.buffers()).add_(0.1),
+    lambda network: network.double(),
+], ids=["values", "order", "buffers", "precision"])  # fmt: skip
+def test_weights_that_have_changed_are_not_those_of_the_file(change, folder, tmp_path, refuses):
     """What works on files asks for one of them; what uses the network in memory says so in its record."""
-    shutil.copytree(folder, tmp_path / "run")
+    trained = digits_ddpm()
+    trained.figures, trained.finished = {"val/bits_per_dim": 1.5}, True
+    trained._trainer = SimpleNamespace(global_step=5)
+    write(trained, tmp_path / "run" / "best.ckpt")
     model = gm.load(tmp_path / "run", device="cpu")
-    moved, before = copy.deepcopy(model), model.sample(1, steps=2, progress=False)
+    moved, record = copy.deepcopy(model), model.sample(1, steps=2, progress=False).made
+    assert record["checkpoint"] == checkpoint_hash(tmp_path / "run" / "best.ckpt") and record["step"] == 5
+
+    def uses(one):
+        return (lambda: one.evaluate(limit=4), lambda: gm.evaluate([folder, one]), one.verify,
+                lambda: one.push(licence="mit", out=tmp_path / "card"))
+
     with torch.no_grad():
-        next(model.network.core.parameters()).add_(0.1)
-    for call in (lambda: model.evaluate(limit=4), lambda: gm.evaluate([moved, model]), model.verify,
-                 lambda: model.push(licence="mit", out=tmp_path / "card")):
-        refuses(InputError, "the weights have changed since they were loaded from .*run: export the model", call)
+        change(model.network)
+    for call in uses(model):
+        refuses(InputError, "the weights or their precision have changed since .* from .*run: export the model", call)
+    assert model.sample(1, steps=2, progress=False).made["checkpoint"] == f"{record['checkpoint']}, changed in memory"
+    model.network._trainer = SimpleNamespace(global_step=2)
     model.export(tmp_path / "new.safetensors")
     again = gm.load(tmp_path / "new.safetensors")
-    assert torch.equal(*(next(one.network.core.parameters()) for one in (model, again))) and not again.header["figures"]
+    assert again.header["figures"] == {} and again.header["step"] == 7 and not again.header["finished"]
+
     write(digits_ddpm(num_steps=21), tmp_path / "run" / "best.ckpt")  # as a run that goes on
-    assert moved.sample(1, steps=2, progress=False).made["checkpoint"] == before.made["checkpoint"]
+    assert moved.sample(1, steps=2, progress=False).made["checkpoint"] == record["checkpoint"]
+    for call in uses(moved):
+        refuses(InputError, "run has been replaced since the model was loaded from it: load it again", call)
+    moved.export(tmp_path / "moved.safetensors")
+    assert gm.load(tmp_path / "moved.safetensors").header["figures"] == {"val/bits_per_dim": 1.5}
 
 
 def test_loading_imports_what_it_needs_and_no_more(folder):
@@ -209,14 +231,30 @@ def test_a_missing_file_is_a_failure(tmp_path):
         gm.load(tmp_path / "nothing.ckpt")
 
 
-def test_training_leaves_torch_and_logging_as_they_were(tmp_path):
-    state, level = torch.get_rng_state(), logging.getLogger().level
-    of_torch = (torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision)
-    before = [kept() for kept in of_torch]
+def test_training_leaves_torch_and_logging_as_they_were(tmp_path, monkeypatch):
+    def of_torch():
+        return (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark,
+                os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.get_float32_matmul_precision())
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    state, level, before = torch.get_rng_state(), logging.getLogger().level, of_torch()
     gm.train("ddpm", data="toy", run_dir=str(tmp_path / "a"), logger={"wandb": "off"},
              trainer={"deterministic": True, "compile": True, "max_steps": 1, "sample_every_n_steps": 0})  # fmt: skip
     assert torch.equal(torch.get_rng_state(), state) and logging.getLogger().level == level
-    assert [kept() for kept in of_torch] == before
+    assert of_torch() == before
+    torch.use_deterministic_algorithms(False)
+
+
+def test_training_with_a_precision_of_each_backend(tmp_path):
+    """Torch's newer settings, which exclude the one for all backends, and cannot be taken back within a process."""
+    code = """import sys, torch, genmodels as gm
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    gm.train("nsf", data="toy", run_dir=sys.argv[1], trainer={"max_steps": 1, "sample_every_n_steps": 0})
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32" """
+    done = subprocess.run([sys.executable, "-c", code.replace("\n    ", "\n"), tmp_path / "a"], cwd=REPOSITORY,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_can_be_copied_while_it_is_trained(folder):

@@ -99,8 +99,7 @@ def run(
     before = os.listdir(folder)
     log, checkpointing = parts.Log(folder / "log.txt"), Checkpointing(folder, checkpoints)
     with ExitStack() as ended, _failures(folder, checkpointing):
-        ended.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        ended.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        ended.enter_context(parts.settings_of_torch())
         if path is None and is_first():
             ended.callback(parts.discard_unused, folder, before)
         if lock is not None:

@@ -402,17 +402,17 @@ class EvaluationState:
 
 
 def in_order_of_classes(opened: Opened) -> list[str]:
-    """A warning if the first items, which alone are evaluated, are of less than half the classes of as many of all."""
+    """A warning if the first items, which alone are evaluated, hold half the classes of as many of all or fewer."""
     if not opened.limited or opened.spec.num_classes is None:
         return []
     split, number, found = opened.request.split, min(opened.items, 500), []
     for size in (opened.items, len(opened.datamodule.split(split))):
         labels = opened.datamodule.items(split, torch.linspace(0, size - 1, number, dtype=torch.float64).long()).cond
         found.append(len(labels.unique()) if isinstance(labels, Tensor) else 0)
-    if found[0] >= found[1] / 2:
+    if number < 2 * found[1] or found[0] > found[1] / 2:
         return []
-    return [f"the first {opened.items:,} items, which alone are evaluated, are of {found[0]} classes, and as many from "
-            f"all of the split of {found[1]}: their values are not those of the split; limit=all evaluates it"]
+    return [f"only the first {opened.items:,} items are evaluated, with {found[0]} of the {found[1]} classes of the "
+            "split: their values are not those of the split; limit=all evaluates it"]
 
 
 def chosen(count: int, n: int, what: str) -> Tensor:

@@ -81,8 +81,8 @@ def material(
         if not isinstance(named[key], Integral | str | Path | None):
             raise InputError(f"{key} is a file or the number of an item, not {an(type(named[key]).__name__)}; in "
                              "Python model.network.sample takes tensors as known=, keep= and edit=")
-    if "known" not in model.own_options():
-        raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
+    if {"inpaint": "known", "edit": "edit"}[asked] not in model.own_options():
+        raise InputError(f"{asked} is not possible with {an(header['family'])}, which {ckpt_path} holds: leave it out")
     spec, data = model.spec, data_of(model, header, ckpt_path, trust)
     for key in ("inpaint", "mask", "edit"):
         if isinstance(named[key], str) and (spec.encoding is None or named[key].endswith(".txt")):  # else a text itself

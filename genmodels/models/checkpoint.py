@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -20,10 +21,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from genmodels.core.checkpoint import read_header, seal
+from genmodels.core.checkpoint import checkpoint_hash, origin, read_header, seal
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, check_number, first_line, printable, stored_options, with_class
-from genmodels.core.files import checksum, digest_of, is_exported, write_whole
+from genmodels.core.files import checksum, digest_of, is_exported, located, write_whole
 from genmodels.core.processes import gather, own, rank_world
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import build
@@ -327,32 +328,60 @@ def load_model(
     model.seed, model.run_config = header["seed"], header["config"]
     model.batches_seen, model.finished = header["batches_seen"], header["finished"]
     model.figures = dict(header["figures"])
-    model.loaded = _checksum(model)
     return model.to(choose_device(device)).eval(), header
 
 
-def is_unchanged(model: GenerativeModel) -> bool:
-    """Whether a model has the weights that it was loaded with."""
-    return getattr(model, "loaded", None) == _checksum(model)
+class Source:
+    """The file that a model was loaded from, and whether the model in memory is still that of the file.
 
-
-def file_of(model: GenerativeModel, path: str | Path) -> str:
-    """The checkpoint of a model, which is evaluated in its place.
-
-    Raises:
-        InputError: for weights that have changed since they were loaded.
+    Arguments:
+        model: the model, just loaded.
+        header: the header of its checkpoint.
+        path: what it was loaded from: a file, a run folder or hf://user/name.
     """
-    if not is_unchanged(model):
-        raise InputError(f"the weights have changed since they were loaded from {path}: export the model to a "
-                         ".safetensors, and load that")
-    return str(path)
+
+    def __init__(self, model: GenerativeModel, header: dict[str, Any], path: str | Path):
+        self.header, self.path, self.record = header, path, origin(located(path), header)
+        self.weights = _weights_hash(model)
+
+    def is_of(self, model: GenerativeModel) -> bool:
+        """Whether a model has the weights, averages and buffers that were loaded, in the same precision."""
+        return _weights_hash(model) == self.weights
+
+    def file_of(self, model: GenerativeModel) -> str:
+        """The file, which is evaluated, checked or published in place of the model.
+
+        Raises:
+            InputError: if one of the two has changed since.
+        """
+        if not self.is_of(model):
+            raise InputError(f"the weights or their precision have changed since they were loaded from {self.path}: "
+                             "export the model to a .safetensors, and load that")
+        if checkpoint_hash(located(self.path)) != self.record["checkpoint"]:
+            raise InputError(f"{self.path} has been replaced since the model was loaded from it: load it again, or "
+                             "export the model to a .safetensors, and load that")
+        return str(self.path)
+
+    def record_of(self, model: GenerativeModel) -> dict[str, Any]:
+        """The record of the checkpoint for samples of a model."""
+        changed = {} if self.is_of(model) else {"checkpoint": f"{self.record['checkpoint']}, changed in memory"}
+        return self.record | changed
+
+    def header_of(self, model: GenerativeModel) -> dict[str, Any]:
+        """The header of a model: with other weights it has none of the figures, and its own steps are added."""
+        if self.is_of(model):
+            return self.header
+        now = model.header()
+        return now | {"step": self.header["step"] + now["step"], "figures": {}, "finished": False}
 
 
-def _checksum(model: GenerativeModel) -> int:
-    """Of the bits of all parameters, on any device."""
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    return sum(number * int(p.detach().contiguous().view(bits[p.element_size()]).sum())
-               for number, p in enumerate(model.core.parameters(), 1))
+def _weights_hash(model: GenerativeModel) -> str:
+    """The SHA-256 (hex) of all parameters, averages and buffers, and of their types."""
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(str(value.dtype).encode())
+        digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def data_options(header: dict, path: str | Path) -> dict:

@@ -181,6 +181,7 @@ class StepModel(DiffusionModel):
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The objective at one time per example."""
         if self.distill is not None and self.objective.teacher is None:
+            self.objective.check(self.core)  # here too, as a plain trainer does not initialise
             self.objective.teacher = load_teacher(self, "distill", self.distill).weights()
         return super().loss(batch, generator)
 

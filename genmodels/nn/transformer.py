@@ -43,6 +43,8 @@ class TransformerLayer(nn.Module):
         torch.Size([3, 8, 5])
     """
 
+    kinked = "relu"  # which it calls, for `require_smooth`
+
     def __init__(
         self,
         channels: int,
@@ -164,6 +166,8 @@ class Subsampling(nn.Module):
         >>> h.shape
         torch.Size([1, 8, 3])
     """
+
+    kinked = "relu"
 
     def __init__(self, n_mels: int, channels: int, factor: int):
         super().__init__()

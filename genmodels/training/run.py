@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from genmodels.nn.attention.backend import choose
 from genmodels.training.processes import is_first, job
 
 _LOCK = ".lock"
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # which Lightning sets for deterministic kernels
 
 
 @dataclass(frozen=True)
@@ -388,9 +389,34 @@ def keep_freed_memory() -> None:
         mallopt(key, value)
 
 
+@contextlib.contextmanager
+def settings_of_torch() -> Iterator[None]:
+    """Restore at the end what a run changes in torch: precision, deterministic kernels and what belongs to these."""
+    precision, benchmark = _matmul_precision(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only, workspace = torch.is_deterministic_algorithms_warn_only_enabled(), os.environ.get(_WORKSPACE)
+    try:
+        yield
+    finally:
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
+
+
+def _matmul_precision() -> str | None:
+    """The precision of float32 products; None where the settings of single backends, which exclude it, are in use."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 def compile_network(model: GenerativeModel) -> None:
     """Compile the model's `compiled_parts` in place; names in the state dict do not change."""
-    if model.tolerates_tf32:
+    if model.tolerates_tf32 and _matmul_precision() is not None:
         torch.set_float32_matmul_precision("high")
     for part in model.compiled_parts():
         part.compile()

@@ -233,9 +233,9 @@ def test_a_label_is_missing_or_not_needed(digits, tmp_path):
     assert "they have no labels, the model is conditioned on 10 classes" in err
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_first_items_of_few_classes_are_no_sample_of_the_split(tmp_path, ordered):
-    labels = np.repeat(np.arange(10), 30)
+@pytest.mark.parametrize(("classes", "first", "ordered"), [(10, 2, True), (10, 2, False), (2, 1, True)])
+def test_first_items_of_few_classes_are_no_sample_of_the_split(tmp_path, classes, first, ordered):
+    labels = np.repeat(np.arange(classes), 300 // classes)
     labels = labels if ordered else np.random.default_rng(0).permutation(labels)
     x = labels[:, None] + np.random.default_rng(1).normal(size=(300, 2))
     np.savez(tmp_path / "x.npz", **{f"{split}_{key}": value.astype("float32" if key == "x" else "int64")
@@ -244,7 +244,8 @@ def test_first_items_of_few_classes_are_no_sample_of_the_split(tmp_path, ordered
     data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "x.npz")}
     save(GaussianFlow(build(data).prepare().spec, mean=[4.5, 4.5], covariance=[[9.0, 8.0], [8.0, 9.0]]),
          tmp_path / "best.ckpt", data)
-    for limit, warned in ((60, ordered), (300, False)):
+    for limit, warned in ((60, ordered), (300, False), (3, False)):
         out, err = evaluate(f"ckpt={tmp_path}/best.ckpt", "stages=[likelihood]", f"limit={limit}",
                             f"out={tmp_path}/r.json", cwd=tmp_path)
-        assert ("the first 60 items, which alone are evaluated, are of 2 classes, and" in out + err) == warned
+        said = f"only the first 60 items are evaluated, with {first} of the {classes} classes of the split"
+        assert (said in out + err) == warned and (warned or "only the first" not in out + err)

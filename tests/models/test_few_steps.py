@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+import genmodels as gm
 from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
@@ -199,6 +200,23 @@ def test_a_student_takes_only_the_steps_it_has_learned(tmp_path):
         times.clear()
         edited = student.sample(1, edit=batch().x[0], strength=strength).made
         assert times == taken and edited["strength"] == taken[0]
+
+
+def test_a_student_edits_items_by_their_number(tmp_path):
+    student = small(ProgressiveModel, distill=write(small(FlowMatchingModel), tmp_path / "t.ckpt"), steps=2)
+    student.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
+    write(student, tmp_path / "s.ckpt")
+    loaded = gm.load(tmp_path / "s.ckpt", device="cpu")
+    assert loaded.sample(1, edit=3, strength=0.3, progress=False).made["strength"] == 0.5
+    with pytest.raises(InputError, match="inpaint is not possible with a progressive, which .*s.ckpt holds"):
+        loaded.sample(1, inpaint=3, mask="left")
+
+
+def test_a_weighting_without_the_noisy_end_is_refused_by_a_plain_trainer_too(tmp_path):
+    teacher = write(small(FlowMatchingModel), tmp_path / "t.ckpt")
+    student = small(ProgressiveModel, distill=teacher, weighting="min_snr", path="vp_cosine")
+    with pytest.raises(InputError, match="nearly 0 at the noisy end"):
+        student.loss(batch(), KeyedGenerator(0, torch.arange(len(batch())), "train"))
 
 
 @pytest.mark.parametrize("kind", FLOW_MAPS)

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import genmodels.nn.jet as jet_module
-from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet
+from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet, WaveNet
 from genmodels.nn.jet import SMOOTH, Jet, has_jet, propagate, require_independent, require_smooth, smooth_activation
 from genmodels.nn.perceptron import MLP
+from genmodels.nn.transformer import TransformerLayer
 from genmodels.nn.unet import UNet
 
 
@@ -144,8 +145,10 @@ def test_functions_with_kinks_are_refused():
 
 @pytest.mark.parametrize("network, where", [
     (ConvNet(1, 2, hidden=4), r"layer itself \(relu\)"), (ResidualConvNet(1, 2, hidden=4, depth=0), r"\(relu\)"),
-    (GatedConvNet(1, 2, hidden=4, depth=0), r"\(elu\)")], ids=["glow", "realnvp", "gated"])
-def test_coupling_networks_say_which_functions_they_call(network, where):
+    (GatedConvNet(1, 2, hidden=4, depth=0), r"\(elu\)"), (TransformerLayer(4, 2), r"\(relu\)"),
+    (WaveNet(1, 2, hidden=4, depth=1, attention="local_dense", heads=2), r"layer attention\S* \(relu\)")],
+    ids=["glow", "realnvp", "gated", "transformer", "attention"])
+def test_networks_say_which_functions_they_call(network, where):
     with pytest.raises(ValueError, match=where + " is not twice differentiable"):
         require_smooth(network)
     require_smooth(ConvNet(1, 2, hidden=4, depth=0))

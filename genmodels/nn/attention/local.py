@@ -44,6 +44,8 @@ class LocalDenseSynthesizer(AtOnce):
         (torch.Size([3, 4, 8]), torch.Size([3, 2, 4, 5]))
     """
 
+    kinked = "relu"  # which it calls, for `require_smooth`
+
     def __init__(
         self,
         dim: int,
