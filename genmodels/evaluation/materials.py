@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from torch.nn.functional import pad
 
 from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError, an
@@ -118,8 +119,11 @@ def material(
         known, keep = template(known, mask, spec)
         what = f"bytes of {inpainted}"
     else:
-        keep, what = read_range(mask, known.shape[1], "mask"), f"frames of {inpainted}, all but {mask}"
-    return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
+        frames = found.get("lengths", [known.shape[1]])[0]
+        keep, what = read_range(mask, frames, "mask"), f"frames of {inpainted}, all but {mask}"
+    line = f"kept {int(keep.sum())} of {keep.numel()} {what}"
+    keep = pad(keep, (0, known.shape[-1] - keep.shape[-1]), value=True)  # what follows the last frame of a mel
+    return found | {"known": known, "keep": keep}, [line]
 
 
 def _speech_options(model, batch: Batch, speaker: int | str | None, weights: str | float) -> dict:

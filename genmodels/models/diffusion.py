@@ -325,7 +325,9 @@ class DiffusionModel(GenerativeModel):
             edit=None if edit is None else self.encode(edit[None].to(self.device)),
             start=self._start(options, index, labels), dtype=self.location.dtype, device=self.device, callback=after,
         )
-        kept = {} if known is None else {"kept": int(options.keep.expand(self.spec.event_shape).sum())}
+        there = True if mask is None else mask[0].to(self.device)
+        kept = {} if known is None else {
+            "kept": int((options.keep.to(self.device) & there).expand(self.spec.event_shape).sum())}  # fmt: skip
         kept |= {key: value for key in ("along", "size", "lengths") if (value := getattr(options, key)) is not None}
         made = plan.made | kept | {"evaluations": out.evaluations, "seed": options.seed}
         made |= {"weights": str(options.weights), "temperature": options.temperature}

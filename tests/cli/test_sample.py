@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.io import wavfile
 
 import genmodels as gm
 from genmodels.cli.main import main
@@ -20,9 +21,11 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import SPLITS
+from genmodels.data.speech import Speech
 from genmodels.data.vision import Digits
 from genmodels.evaluation.samples import check_target, save_png, write_samples
 from genmodels.models.base import Samples
+from genmodels.models.ddpm import DDPM
 from genmodels.plots.images import has_picture, images_of
 from tests.untrained import digits_ddpm, write
 
@@ -36,6 +39,32 @@ def folder(tmp_path_factory):
     pixels[:, :16] = 255
     Image.fromarray(pixels).save(folder / "mask.png")
     return folder
+
+
+def test_inpainting_of_a_mel_counts_its_own_frames(tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    for label in range(2):
+        for take in range(6):
+            sound = generator.normal(size=128 * (21 + 10 * (take % 2))) / 10
+            (tmp_path / "sounds" / str(label)).mkdir(parents=True, exist_ok=True)
+            wavfile.write(tmp_path / "sounds" / str(label) / f"{take}.wav", 8000, sound.astype("float32"))
+    options = {"layout": "folder", "root": str(tmp_path / "sounds"), "val_fraction": 0.2, "test_fraction": 0.3,
+               "mel": {"sample_rate": 8000, "n_fft": 512, "hop": 128, "f_max": 4000.0, "n_mels": 8}}
+    data = Speech(**options).prepare()
+    torch.manual_seed(0)
+    model = DDPM(data.spec, net={"channels": 8, "multipliers": [1], "blocks": 1}, num_steps=20)
+    model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech", **options}}
+    write(model, tmp_path / "best.ckpt")
+    lengths = [int(batch.mask.sum()) for batch in data.loader("test", 1)]
+    number, whole = int(np.argmin(lengths)), data.spec.event_shape[1]
+    frames = lengths[number]
+    assert frames < whole
+    run(ckpt=str(tmp_path), inpaint=number, mask="2:5", n=2, steps=2, rounds=1, out=str(tmp_path / "in.npz"))
+    assert f"kept {frames - 3} of {frames} frames of item {number}, all but 2:5" in capsys.readouterr().out
+    made = json.loads(str(np.load(tmp_path / "in.npz")["made"]))
+    assert made["kept"] == 8 * (frames - 3) and made["lengths"] == [frames]
+    with pytest.raises(InputError, match=f"within 0:{frames}"):
+        run(ckpt=str(tmp_path), inpaint=number, mask=f"2:{frames + 1}", n=1, out=str(tmp_path / "b.npz"))
 
 
 def item(number):
