@@ -386,15 +386,22 @@ def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override]
         if not (folder / "multirun.yaml").is_file():
             return parsed, None
         # With its own settings and these, unless points or a group are given, as for a run (`Composer._of_run`).
-        if all(o.is_hydra_override() or not (o.is_sweep_override() or o.key_or_group in composer.groups)
-               for o in others):  # fmt: skip
-            try:
-                then = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
-                own = composer.parse([*then.task, *(o for o in then.hydra if not o.startswith(_SET_BY_US))])
-            except (OmegaConfBaseException, yaml.YAMLError, AttributeError) as error:
-                raise InputError(f"{folder / 'multirun.yaml'} holds no settings of a sweep: give those of this one, as "
-                                 "on its command line") from error
-            others = [*(o for o in own if o.key_or_group not in {given.key_or_group for given in others}), *others]
+        complete = not all(o.is_hydra_override() or not (o.is_sweep_override() or o.key_or_group in composer.groups)
+                           for o in others)  # fmt: skip
+        try:
+            then = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
+            own = composer.parse([*then.task, *(o for o in then.hydra if not o.startswith(_SET_BY_US))])
+        except (OmegaConfBaseException, yaml.YAMLError, AttributeError) as error:
+            if complete:
+                return others, folder
+            raise InputError(f"{folder / 'multirun.yaml'} holds no settings of a sweep: give those of this one, as "
+                             "on its command line") from error
+        own = [o for o in own if o.key_or_group not in {given.key_or_group for given in others}]
+        if not complete:
+            return [*own, *others], folder
+        if missing := [o.input_line for o in own if o.key_or_group in composer.groups]:
+            raise InputError(f"resume={value}: with points or groups, give all settings of the sweep again, also "
+                             f"{' '.join(missing)}")
         return others, folder
     settings = composer.settings(others)
     root = Path(settings.sweep.dir).expanduser().parent

@@ -170,6 +170,21 @@ def test_a_folder_alone_brings_the_settings_of_its_sweep(points, capsys):
     assert cli.main(["train", "-m", f"resume={folder}"]) == 2 and "holds no settings" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["logger=csv"], ["seed=0,3"], ["model=nsf", "seed=0,3"]])
+def test_a_sweep_that_goes_on_keeps_its_model_and_data(words, points, capsys):
+    whole = ["train", "-m", "model=nsf", "data=toy", "seed=0,1"]
+    assert cli.main(whole) == 1
+    folder, missing = only_sweep(), [word for word in ("model=nsf", "data=toy") if word not in words]
+    before = (folder / "multirun.yaml").read_text()
+    points.clear()
+    capsys.readouterr()
+    assert cli.main(["train", "-m", *words, f"resume={folder}"]) == 2 and points == []
+    assert f"give all settings of the sweep again, also {' '.join(missing)}" in capsys.readouterr().err
+    assert (folder / "multirun.yaml").read_text() == before
+    assert cli.main([*whole, "logger=csv", f"resume={folder}"]) == 1
+    assert [config["model"]["_target_"].rsplit(".")[-1] for config, *_ in points] == ["NSF"]
+
+
 def test_a_point_of_other_settings_is_not_taken_for_finished(points, capsys):
     assert cli.main(["train", "-m", "seed=0,3", "trainer.max_steps=100"]) == 0
     folder = only_sweep()
