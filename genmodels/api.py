@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -231,6 +231,7 @@ class Model:
         batch, rows = self._batch(x, cond), Request.batch_size if batch_size is None else batch_size
         with as_input_errors():
             at_least(1, items=len(batch), batch_size=rows)
+            at_least(0, seed=seed)
             self.spec.check(batch)
             how = {"weights": weights_of(ema), "seed": seed, **options}
             parts = [self.network.log_likelihood(batch.rows(slice(k, k + rows)).to(self.network.device), **how).cpu()
@@ -248,7 +249,8 @@ class Model:
                 raise InputError(f"cond has {shape[0]} classes for {len(own)} items: give one each, or one for all")
             with as_input_errors():
                 cond = self.network.labels(cond, number).cpu()
-        values = own.x if self.spec.levels or own.x.is_floating_point() else own.x.to(torch.get_default_dtype())
+        whole = not (self.spec.levels or own.x.is_floating_point() or own.x.is_complex())
+        values = own.x.to(torch.get_default_dtype()) if whole else own.x
         return Batch(values, own.cond if cond is None else cond, own.mask, number if own.index is None else own.index)
 
     def transcribe(
@@ -377,7 +379,7 @@ def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options:
     from genmodels.evaluation.checkpoint import Request
 
     require_known("evaluate", options, [field.name for field in fields(Request)])
-    several = [ckpt] if isinstance(ckpt, str | Path | Model) else list(ckpt)
+    several = list(ckpt) if isinstance(ckpt, Iterable) and not isinstance(ckpt, str) else [ckpt]
     names = [each._source.file_of(each.network) if isinstance(each, Model) else each for each in several]
     trusted = [name for each in several if isinstance(each, Model) for name in each.trust]
     options["trust"] = list(dict.fromkeys([*(options.get("trust") or ()), *trusted]))

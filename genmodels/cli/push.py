@@ -146,8 +146,13 @@ def _likelihoods(ckpt: str) -> list[str]:
         InputError: for a file that is no report, or one of other weights.
     """
     found = report_target(place_of(ckpt), None, several=False)
-    if not found.is_file():
-        return [_NOT_EVALUATED]
+    if not found.is_file():  # else that of the most items
+        partial = {path: re.fullmatch(rf"{re.escape(found.stem)}_first(\d+)", path.stem)
+                   for path in found.parent.glob("*.json")}
+        partial = {path: int(match[1]) for path, match in partial.items() if match}
+        if not partial:
+            return [_NOT_EVALUATED]
+        found = max(partial, key=partial.get)
     try:
         report = json.loads(found.read_text(encoding="utf-8"))
         lines, of = _listed(report), report["checkpoint"]["sha256"]

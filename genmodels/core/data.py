@@ -281,6 +281,8 @@ class DataSpec:
         if self.text is not None and batch.cond is None:
             raise ValueError(f"items of {self.name} need their texts: give a Batch with cond, as `items` returns it")
         if self.levels is None:
+            if x.is_complex():
+                raise ValueError(f"{self.name} has real numbers, but the batch is {x.dtype}")
             bad = ~torch.isfinite(x)
             if bad.any():
                 raise ValueError(f"item {_first(batch, bad)} of {self.name} holds a value that is not finite")

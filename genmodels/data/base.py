@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -139,9 +140,10 @@ class DataModule(OfLightning):
                 raise InputError(f"data {spec.name}: the {name} split is {an(type(splits[name]).__name__)}, which "
                                  "gives no batches: return TensorData(x) of genmodels.data.loading, or the like")
             if len(splits[name]) == 0:
-                items = sum(len(split) for split in splits.values())
+                items, share = sum(len(split) for split in splits.values()), f"{name}_fraction"
+                more = f": raise {share}" if share in inspect.signature(type(self)).parameters else ""
                 raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item; "
-                                 f"there {'is' if items == 1 else 'are'} {items} in all")
+                                 f"there {'is' if items == 1 else 'are'} {items} in all{more}")
         sizes = ", ".join(f"{len(splits[name])} {name}" for name in SPLITS)
         self._loaded = replace(spec, fingerprint=spec.fingerprint or sizes), splits
 

@@ -179,7 +179,8 @@ class TrainerOptions:
                 plugins=[AtomicCheckpointIO(), *environments()],
             )
         except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
-            raise InputError(f"trainer: {first_line(error)}") from error
+            hint = ": trainer.accelerator=auto takes what there is" if "backend found" in str(error) else ""
+            raise InputError(f"trainer: {first_line(error).rstrip('!')}{hint}") from error
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):  # copies of a process that has begun a run
             raise InputError("trainer: several processes are started by running a script again, with the strategy ddp "
                              "or fsdp, not from an interactive session: put the call into a file, or use train.py"

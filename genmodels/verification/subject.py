@@ -312,11 +312,12 @@ def waits(layer: nn.Module) -> bool:
 
 @contextmanager
 def _in_one_line(layer: nn.Module, name: str, value: Tensor) -> Iterator[None]:
-    """Turns whatever a method raises into a ValueError that names it and the shape."""
+    """Turns whatever a method raises into a ValueError that names it and the shape; an inverse may be missing."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, MemoryError | NotImplementedError) or "out of memory" in str(error):
+        missing = isinstance(error, NotImplementedError) and name == "inverse"
+        if missing or isinstance(error, MemoryError) or "out of memory" in str(error):
             raise
         raise ValueError(f"{type(layer).__name__}: {name} fails on events of shape {tuple(value.shape[1:])}: "
                          f"{with_class(error)}") from error

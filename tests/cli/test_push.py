@@ -156,6 +156,16 @@ def test_a_readme_of_something_else_is_kept_and_a_card_is_replaced(folder, tmp_p
     assert "license: cc0-1.0" in (place / "README.md").read_text()
 
 
+def test_a_report_of_the_first_items_serves_where_there_is_no_whole_one(folder, tmp_path):
+    for items in (20, 1000, 300):
+        report = evaluated(folder)
+        report |= {"data": report["data"] | {"items": items, "limited": True}}
+        (folder / f"report_first{items}.json").write_text(json.dumps(report))
+    (folder / "report_first9999_before.json").write_text("{}")
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    assert "On 1,000 items of the test split of plane (not all)" in (tmp_path / "card" / "README.md").read_text()
+
+
 def test_without_a_report_the_card_says_so(folder, tmp_path):
     assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
     assert "Not evaluated yet" in (tmp_path / "card" / "README.md").read_text()

@@ -41,6 +41,8 @@ def test_shapes_types_and_classes_are_checked():
         spec.check(Batch(batch.x.float()))
     with pytest.raises(ValueError, match=r"item 1 of digits: class 10 outside 0\.\.9"):
         spec.check(Batch(batch.x, torch.tensor([0, 10, 1, 2])))
+    with pytest.raises(ValueError, match="toy has real numbers, but the batch is torch.complex64"):
+        DataSpec("toy", (2,)).check(Batch(torch.ones(2, 2) + 1j))
     with pytest.raises(ValueError, match="item 1 of toy holds a value that is not finite"):
         DataSpec("toy", (2,)).check(Batch(torch.tensor([[0.0, 1.0], [torch.inf, 0.0]])))
 

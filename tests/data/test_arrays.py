@@ -178,7 +178,7 @@ BAD = {
     "complex": (np.zeros((9, 4), complex), {}, "complex128 cannot be modelled"),
     "text": (np.array([["a", "b"]] * 9), {}, "cannot be modelled"),
     "objects": (np.array([[1, "b"]] * 9, dtype=object), {}, "Python objects"),
-    "two_items": (np.zeros((2, 4), np.uint8), {}, "split is empty"),
+    "two_items": (np.zeros((2, 4), np.uint8), {}, "split is empty, .*: raise val_fraction"),
 }
 
 

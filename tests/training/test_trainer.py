@@ -142,6 +142,12 @@ def test_refused(options):
         TrainerOptions(**options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="trainer: No supported gpu backend found: trainer.accelerator=auto takes"):
+        TrainerOptions(accelerator="gpu").build(10, [], str(tmp_path))
+
+
 def test_devices_as_a_word_are_a_number():
     assert [TrainerOptions(devices=devices).devices for devices in ("2", "-1", "auto", "0,1")] == [2, -1, "auto", "0,1"]
 
