@@ -97,6 +97,9 @@ def test_weights_that_have_changed_are_not_those_of_the_file(change, folder, tmp
     assert moved.sample(1, steps=2, progress=False).made["checkpoint"] == record["checkpoint"]
     for call in uses(moved):
         refuses(InputError, "run has been replaced since the model was loaded from it: load it again", call)
+    (tmp_path / "run" / "best.ckpt").write_bytes(b"abc")
+    for call in uses(moved):
+        refuses(RunError, "best.ckpt", call)
     moved.export(tmp_path / "moved.safetensors")
     assert gm.load(tmp_path / "moved.safetensors").header["figures"] == {"val/bits_per_dim": 1.5}
 
@@ -164,7 +167,9 @@ REFUSED = [
     (lambda model: model.push(licence="mit"), "say where"),
     (lambda model: gm.evaluate([]), "names no checkpoint"),
     (lambda model: gm.evaluate(None), "None is no checkpoint"),
-    (lambda model: gm.train("nsf", data=np.zeros((4, 2))), "data is a setting, not an ndarray: write the array to a"),
+    (lambda model: gm.train("nsf", data=(np.zeros((4, 2)), None)), "data takes no array: write it to a file by numpy"),
+    (lambda model: gm.train("nsf", data={"name": "arrays", "file": torch.zeros(4, 2)}), "data.file takes no array: w"),
+    (lambda model: gm.train("ddpm", net={"multipliers": np.ones(2)}), "net.multipliers takes no array: give a list"),
     (lambda model: model.log_likelihood(model.items(2), seed=-1), "seed must be at least 0, got -1"),
     (lambda model: gm.train("dppm", max_steps=1), "did you mean 'ddpm'"),
     (lambda model: gm.train("ddpm", data="toy", nonsens=2), "has no option .nonsens."),
@@ -234,19 +239,20 @@ def test_a_missing_file_is_a_failure(tmp_path):
         gm.load(tmp_path / "nothing.ckpt")
 
 
-def test_training_leaves_torch_and_logging_as_they_were(tmp_path, monkeypatch):
+def test_training_leaves_torch_and_logging_as_they_were(tmp_path, monkeypatch, request):
     def of_torch():
         return (torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark,
                 os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.get_float32_matmul_precision())
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     torch.use_deterministic_algorithms(True, warn_only=True)
     state, level, before = torch.get_rng_state(), logging.getLogger().level, of_torch()
     gm.train("ddpm", data="toy", run_dir=str(tmp_path / "a"), logger={"wandb": "off"},
              trainer={"deterministic": True, "compile": True, "max_steps": 1, "sample_every_n_steps": 0})  # fmt: skip
     assert torch.equal(torch.get_rng_state(), state) and logging.getLogger().level == level
     assert of_torch() == before
-    torch.use_deterministic_algorithms(False)
 
 
 def test_training_with_a_precision_of_each_backend(tmp_path):

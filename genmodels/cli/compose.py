@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.schema import Schema
 from genmodels.core.checkpoint import read_header
-from genmodels.core.errors import InputError, an, hint, require_known
+from genmodels.core.errors import InputError, hint, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups, in_hydra, quoted
 from genmodels.models.build import NETWORKS
 from genmodels.training.processes import launch
@@ -325,10 +325,12 @@ def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) 
         ...     words_by_name(hydra, ["model=nsf"], {"data": "toy", "max_steps": 9, "trainer": {"precision": "32"}})
         ['model=nsf', 'data=toy', 'trainer.max_steps=9', "trainer.precision='32'"]
     """
-    for key, value in settings.items():
-        if hasattr(value, "__array__") and np.ndim(value):
-            raise InputError(f"{key} is a setting, not {an(type(value).__name__)}: write the array to a file by "
-                             "numpy.savez('items.npz', x=...), and give data='arrays', file='items.npz'")
+    for key, value in flat(settings).items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if any(hasattr(part, "__array__") and np.ndim(part) for part in parts):
+            raise InputError(f"{key} takes no array: " + (
+                "write it to a file by numpy.savez('items.npz', x=...), and give data='arrays', file='items.npz'"
+                if key.rpartition(".")[2] in ("data", "file") else "give a list, by its tolist()"))
     choices = (*groups(), "preset", "resume")
     named = {key: value for key, value in settings.items() if key in choices and not isinstance(value, dict)}
     first = [f"{key}={in_hydra(value)}" for key, value in named.items()]

@@ -7,6 +7,7 @@ import math
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -145,23 +146,31 @@ def _likelihoods(ckpt: str) -> list[str]:
     Raises:
         InputError: for a file that is no report, or one of other weights.
     """
-    found = report_target(place_of(ckpt), None, several=False)
-    if not found.is_file():  # else that of the most items
-        partial = {path: re.fullmatch(rf"{re.escape(found.stem)}_first(\d+)", path.stem)
-                   for path in found.parent.glob("*.json")}
-        partial = {path: int(match[1]) for path, match in partial.items() if match}
-        if not partial:
+    found, weights = report_target(place_of(ckpt), None, several=False), checkpoint_hash(located(ckpt))
+    if not found.is_file():
+        found = _largest_part(found, weights)
+        if found is None:
             return [_NOT_EVALUATED]
-        found = max(partial, key=partial.get)
     try:
         report = json.loads(found.read_text(encoding="utf-8"))
         lines, of = _listed(report), report["checkpoint"]["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
                          ) from error
-    if of != checkpoint_hash(located(ckpt)):
+    if of != weights:
         raise InputError(f"{found} is of other weights than {ckpt}: evaluate again, or remove it")
     return lines
+
+
+def _largest_part(whole: Path, weights: str) -> Path | None:
+    """Of the reports of the first items, where there is none of the whole split, that of the most, by these weights."""
+    items = {}
+    for path in whole.parent.glob("*.json"):
+        match = re.fullmatch(rf"{re.escape(whole.stem)}_first(\d+)", path.stem)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a report that is broken is none of these weights
+            if match and json.loads(path.read_text(encoding="utf-8"))["checkpoint"]["sha256"] == weights:
+                items[path] = int(match[1])
+    return max(items, key=items.get, default=None)
 
 
 def _listed(report: dict) -> list[str]:

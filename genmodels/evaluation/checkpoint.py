@@ -409,10 +409,12 @@ def in_order_of_classes(opened: Opened) -> list[str]:
     for size in (opened.items, len(opened.datamodule.split(split))):
         labels = opened.datamodule.items(split, torch.linspace(0, size - 1, number, dtype=torch.float64).long()).cond
         found.append(len(labels.unique()) if isinstance(labels, Tensor) else 0)
-    if number < 2 * found[1] or found[0] > found[1] / 2:
+    half = 2 * found[0] == found[1] and number >= 2 * found[1]  # with fewer items it may be by chance
+    if 2 * found[0] >= found[1] and not half:
         return []
-    return [f"only the first {opened.items:,} items are evaluated, with {found[0]} of the {found[1]} classes of the "
-            "split: their values are not those of the split; limit=all evaluates it"]
+    return [f"only the first {opened.items:,} items are evaluated: {number} of them have {found[0]} "
+            f"class{'es' * (found[0] > 1)}, {number} from the whole split {found[1]}; their values are not those of "
+            "the split, limit=all evaluates it"]
 
 
 def chosen(count: int, n: int, what: str) -> Tensor:

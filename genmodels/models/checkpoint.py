@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from genmodels.core.checkpoint import checkpoint_hash, origin, read_header, seal
+from genmodels.core.checkpoint import checkpoint_hash, origin, read_header, seal, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, check_number, first_line, printable, stored_options, with_class
 from genmodels.core.files import checksum, digest_of, is_exported, located, write_whole
@@ -353,11 +353,13 @@ class Source:
 
         Raises:
             InputError: if one of the two has changed since.
+            RunError: if the file is gone or damaged.
         """
         if not self.is_of(model):
             raise InputError(f"the weights or their precision have changed since they were loaded from {self.path}: "
                              "export the model to a .safetensors, and load that")
-        if checkpoint_hash(located(self.path)) != self.record["checkpoint"]:
+        verify(path := located(self.path))
+        if checkpoint_hash(path) != self.record["checkpoint"]:
             raise InputError(f"{self.path} has been replaced since the model was loaded from it: load it again, or "
                              "export the model to a .safetensors, and load that")
         return str(self.path)
@@ -372,15 +374,17 @@ class Source:
         if self.is_of(model):
             return self.header
         now = model.header()
-        return now | {"step": self.header["step"] + now["step"], "figures": {}, "finished": False}
+        before = 0 if getattr(model._trainer, "ckpt_path", None) else self.header["step"]  # else they are counted in
+        return now | {"step": before + now["step"], "figures": {}, "finished": False}
 
 
 def _weights_hash(model: GenerativeModel) -> str:
     """The SHA-256 (hex) of all parameters, averages and buffers, and of their types."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
-        digest.update(str(value.dtype).encode())
-        digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
+        plain = value.detach().cpu().resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else None
+        digest.update(repr(value if plain is None else plain.dtype).encode())
+        digest.update(b"" if plain is None else plain.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

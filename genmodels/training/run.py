@@ -402,8 +402,8 @@ def settings_of_torch() -> Iterator[None]:
             torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
-        if workspace is None:
-            os.environ.pop(_WORKSPACE, None)
+        os.environ.pop(_WORKSPACE, None)
+        os.environ.update({} if workspace is None else {_WORKSPACE: workspace})
 
 
 def _matmul_precision() -> str | None:

@@ -312,13 +312,16 @@ def waits(layer: nn.Module) -> bool:
 
 @contextmanager
 def _in_one_line(layer: nn.Module, name: str, value: Tensor) -> Iterator[None]:
-    """Turns whatever a method raises into a ValueError that names it and the shape; an inverse may be missing."""
+    """Turns whatever a method raises into a ValueError that names it and the shape; one direction may be missing."""
     try:
         yield
     except Exception as error:
-        missing = isinstance(error, NotImplementedError) and name == "inverse"
-        if missing or isinstance(error, MemoryError) or "out of memory" in str(error):
+        missing = isinstance(error, NotImplementedError)
+        may = missing and name == ("forward" if isinstance(layer, Inverse) else "inverse")
+        if may or isinstance(error, MemoryError) or "out of memory" in str(error):
             raise
+        if missing and not str(error):
+            raise ValueError(f"{type(layer).__name__}: {name} is not implemented") from error
         raise ValueError(f"{type(layer).__name__}: {name} fails on events of shape {tuple(value.shape[1:])}: "
                          f"{with_class(error)}") from error
 

@@ -161,7 +161,8 @@ def test_a_report_of_the_first_items_serves_where_there_is_no_whole_one(folder, 
         report = evaluated(folder)
         report |= {"data": report["data"] | {"items": items, "limited": True}}
         (folder / f"report_first{items}.json").write_text(json.dumps(report))
-    (folder / "report_first9999_before.json").write_text("{}")
+    for name, content in {"first9999_before": evaluated(folder), "first2000": REPORT, "first3000": {}}.items():
+        (folder / f"report_{name}.json").write_text(json.dumps(content))  # kept, of other weights, and broken
     assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
     assert "On 1,000 items of the test split of plane (not all)" in (tmp_path / "card" / "README.md").read_text()
 

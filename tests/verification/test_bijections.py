@@ -308,7 +308,7 @@ def test_what_cannot_be_checked_is_an_error():
         check_bijection(Stretch(3), (3,), tolerances={"colour": 1.0})
     with pytest.raises(ValueError, match="needs a condition"):
         check_bijection(Couple(cond=2), (4,))
-    with pytest.raises(ValueError, match=r"Bijection: forward fails on events of shape \(3,\): NotImplementedError"):
+    with pytest.raises(ValueError, match="Bijection: forward is not implemented"):
         check_bijection(Bijection(), (3,))
     with pytest.raises(ValueError, match=r"Stretch: events need at least one dimension: \(1,\) for single numbers"):
         check_bijection(Stretch(1), ())
