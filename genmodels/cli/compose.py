@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -327,7 +326,7 @@ def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) 
     """
     for key, value in flat(settings).items():
         parts = value if isinstance(value, list | tuple) else [value]
-        if any(hasattr(part, "__array__") and np.ndim(part) for part in parts):
+        if any(hasattr(part, "__array__") and getattr(part, "shape", ()) for part in parts):
             raise InputError(f"{key} takes no array: " + (
                 "write it to a file by numpy.savez('items.npz', x=...), and give data='arrays', file='items.npz'"
                 if key.rpartition(".")[2] in ("data", "file") else "give a list, by its tolist()"))
