@@ -25,6 +25,7 @@ from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.data.vision import Digits
+from genmodels.models.checkpoint import Source
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.text import CHARACTERS
 from tests.untrained import digits_ddpm, write
@@ -92,6 +93,9 @@ def test_weights_that_have_changed_are_not_those_of_the_file(change, folder, tmp
     model.export(tmp_path / "new.safetensors")
     again = gm.load(tmp_path / "new.safetensors")
     assert again.header["figures"] == {} and again.header["step"] == 7 and not again.header["finished"]
+    model.network._trainer = SimpleNamespace(global_step=7, ckpt_path="run")  # which went on from its steps
+    model.export(tmp_path / "same.safetensors")
+    assert gm.load(tmp_path / "same.safetensors").header["step"] == 7
 
     write(digits_ddpm(num_steps=21), tmp_path / "run" / "best.ckpt")  # as a run that goes on
     assert moved.sample(1, steps=2, progress=False).made["checkpoint"] == record["checkpoint"]
@@ -102,6 +106,25 @@ def test_weights_that_have_changed_are_not_those_of_the_file(change, folder, tmp
         refuses(RunError, "best.ckpt", call)
     moved.export(tmp_path / "moved.safetensors")
     assert gm.load(tmp_path / "moved.safetensors").header["figures"] == {"val/bits_per_dim": 1.5}
+
+
+def test_a_state_that_is_more_than_tensors_is_compared_too(folder):
+    class Extra(torch.nn.Module):
+        state = 1
+
+        def get_extra_state(self):
+            return {"a": self.state}
+
+    model = gm.load(folder, device="cpu")
+    model.network.core.extra = Extra()
+    model.network.core.register_buffer("phase", torch.ones(2, dtype=torch.complex64).conj())
+    source = Source(model.network, model.header, folder)
+    assert source.is_of(model.network)
+    model.network.core.extra.state = 2
+    assert not source.is_of(model.network)
+    model.network.core.extra.state = 1
+    model.network.core.phase.mul_(1j)
+    assert not source.is_of(model.network)
 
 
 def test_loading_imports_what_it_needs_and_no_more(folder):

@@ -386,8 +386,8 @@ def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override]
         if not (folder / "multirun.yaml").is_file():
             return parsed, None
         # With its own settings and these, unless points or a group are given, as for a run (`Composer._of_run`).
-        complete = not all(o.is_hydra_override() or not (o.is_sweep_override() or o.key_or_group in composer.groups)
-                           for o in others)  # fmt: skip
+        complete = any(o.is_sweep_override() or o.key_or_group in composer.groups
+                       for o in others if not o.is_hydra_override())  # fmt: skip
         try:
             then = OmegaConf.load(folder / "multirun.yaml").hydra.overrides
             own = composer.parse([*then.task, *(o for o in then.hydra if not o.startswith(_SET_BY_US))])

@@ -474,6 +474,8 @@ class DropsInItsNetwork(nn.Module):
 def test_checks_of_one_direction_need_no_inverse():
     report = check_bijection(Planar(3), (3,), only=["log-det forward", "round trip"])
     assert report.failed == ["round trip"]
+    turned = check_bijection(Inverse(Planar(3)), (3,), only=["log-det inverse", "round trip"])
+    assert turned.failed == ["round trip"]
 
 
 def test_dropout_of_a_network_is_no_fault_in_training_mode():
