@@ -78,7 +78,7 @@ def run(
         shape: event shape for what, as in shape=[3,8,8]; for attention on maps height and width.
         options: arguments of the class given by what or object.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
-        out: file for the results; default verify.json next to a checkpoint, none otherwise.
+        out: file for the results (.json); default verify.json next to a checkpoint, none otherwise.
         verbose: print every check of every layer, also those that do not apply.
         seed: seed of parameters and inputs.
         compiler: backend for the check of torch.compile, none to skip it.
@@ -96,7 +96,9 @@ def run(
                  {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities,
                   "ema": None if ema is True else ema, "device": None if device == "cpu" else device})
     if out is not None or ckpt is not None:
-        check_writable("out", _place(out, ckpt))
+        if (target := _place(out, ckpt)).suffix.lower() != ".json":
+            raise InputError(f"out={target}: the results are a file, end it in .json")
+        check_writable("out", target)
 
     start = time.monotonic()
     if self_test:
@@ -245,7 +247,8 @@ def _made(maker: Callable, what: str, *args: Any, **options: Any) -> Any:
     try:
         return maker(*args, **options)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{what}: {error}") from error
+        hint = "; give them as options.<name>=" if "missing" in str(error) else ""
+        raise InputError(f"{what}: {error}{hint}") from error
 
 
 _KINDS = ("log_snr", "energy", "schedule", "at_log_snr")  # attributes of what is not a bijection

@@ -308,6 +308,8 @@ def check_companions(target: Path, others: Iterable[Path] | None = None) -> None
         held = target.is_file() and target.stat().st_size
         if held and target.suffix.lower() in (".wav", ".npz") and not says_how(target):
             raise InputError(f"out={target} exists, is no file of samples and would be replaced: give another name")
+    if not (others := list(others)):
+        return
     alone = not any(target.with_suffix(suffix).exists() for suffix in companions) and says_how(target)
     for place in others:
         if place.exists() and not target.exists() and not (alone and place.suffix == ".json"):

@@ -336,3 +336,9 @@ def test_a_folder_keeps_pictures_that_are_no_samples_and_names_those_of_others(f
     assert main(["sample", f"ckpt={folder}", "n=3", "seed=1", f"out={tmp_path}/s"]) == 0
     assert main(["sample", f"ckpt={folder}", "n=2", "seed=2", f"out={tmp_path}/s"]) == 0
     assert "1 picture there of other samples, such as 000002.png" in capsys.readouterr().out
+
+
+def test_the_folder_of_the_shell_is_a_folder_for_samples(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", f"ckpt={folder}", "n=2", "out=."]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["000000.png", "000001.png"]

@@ -187,7 +187,7 @@ WRONG = [
     (["what=genmodels.flows.linear:Flip", "shape=[0]", "options.channels=3"], "positive sizes"),
     (["what=genmodels.flows.linear:Flop", "shape=[3]"], "cannot be found"),
     (["what=genmodels.flows.linear:torch", "shape=[3]"], "no class or function defined in genmodels"),
-    (["what=genmodels.flows.linear:Flip", "shape=[3]"], "missing 1 required positional argument: 'channels'"),
+    (["what=genmodels.flows.linear:Flip", "shape=[3]"], "missing 1 required positional argument: 'channels'; give"),
     (["what=genmodels.flows.linear:Flip", "shape=[4]", "options.channels=3"], "takes events of shape"),
     (["what=genmodels.flows.linear:Flip", "shape=[3]", "options.channels=3", "cond=labels"], "cond must be labels:"),
     (["what=genmodels.flows.linear:Flip", "shape=[3]", "options.channels=3", "cond=labels:3"], "leave cond out"),
@@ -197,6 +197,7 @@ WRONG = [
      "makes one that uses none"),
     (["model=glow", "patience=0"], "patience must be positive"),
     (["what=mylayers:number", "shape=[3]", "trust=[mylayers]"], "not a module with forward and inverse"),
+    (["model=glow", "out=."], "out=.: the results are a file, end it in .json"),
     (["model=glow", "max_dims=0"], "max_dims must be at least 1"),
     (["model=glow", "compilr=none"], "did you mean 'compiler'"),
 ]
