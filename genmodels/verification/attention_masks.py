@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from genmodels.nn.attention import Attention
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
-from genmodels.verification.maps import worst
+from genmodels.verification.maps import relative, worst
+from genmodels.verification.subject import training_twin
 
 #: Capabilities that a module may declare; each adds checks.
 CAPABILITIES = {
@@ -199,25 +200,55 @@ def paths(s: AttentionSubject) -> Measured:
 
 @CHECKS.add("padding", 0.0, "values in padded positions change nothing and get no gradient")
 def padding(s: AttentionSubject) -> Measured:
-    """NaN, 10,000 or noise in padded positions: outputs and all gradients must not depend on them."""
-    mask = s.masks(s.lengths())
-    valid, x, errors = mask[:, 0, :, None], s.draw(3), {}
-    plain, gradients = _with_gradients(s, x, mask, valid)
+    """NaN, 10,000 or noise at the end, and in a gap: outputs and all gradients must not depend on them."""
+    ends, x, errors = s.masks(s.lengths()), s.draw(3), {}
     contents = {"NaN": torch.full_like(x, math.nan), "10000": torch.full_like(x, 1e4), "random": 50 * s.draw(3, name=1)}
-    for name, content in contents.items():
-        y, others = _with_gradients(s, torch.where(valid, x, content), mask, valid)
-        errors[f"{name}: values"] = gap(y, plain)
-        errors[f"{name}: gradients"] = largest(map(gap, others, gradients))
-    errors["gradient of padding"] = float(gradients[0].masked_fill(valid, 0).abs().max())
+    for where, mask in (("", ends), ("in a gap, ", ends & ~s.masks([2] * 3) | s.masks([1] * 3))):
+        valid, (plain, gradients) = mask[:, 0, :, None], _with_gradients(s, x, mask)
+        for name, content in contents.items():
+            y, others = _with_gradients(s, torch.where(valid, x, content), mask)
+            errors[f"{where}{name}: values"] = gap(y, plain)
+            errors[f"{where}{name}: gradients"] = largest(map(gap, others, gradients))
+        errors[f"{where}gradient of padding"] = float(gradients[0].masked_fill(valid, 0).abs().max())
     return worst(errors)
 
 
-def _with_gradients(s: AttentionSubject, x: Tensor, mask: Tensor, valid: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _with_gradients(
+    s: AttentionSubject, x: Tensor, mask: Tensor | None, module: nn.Module | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The valid output, and the gradients of its square by the input and by the parameters."""
+    module, x = s.module if module is None else module, x.detach().requires_grad_()
+    y = s.run(x, mask, module=module)
+    y = y if mask is None else y.masked_fill(~mask[:, 0, :, None], 0)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    return y.detach(), [torch.zeros_like(p) if g is None else g for g, p in zip(found, leaves, strict=True)]
+
+
+@CHECKS.add("masks of pairs", 1e-10, "a mask of pairs hides from each query the keys that it marks, and no others")
+def masks_of_pairs(s: AttentionSubject) -> Measured:
+    """Against `reference`, else by the gradient of each output: none by hidden keys, one by those that are left."""
+    if not s.has("full"):
+        raise NotApplicable("full is not among its capabilities")
+    x, generator = s.draw(2), torch.Generator().manual_seed(s.seed)
+    mask = torch.rand(s.length, s.length, generator=generator) < 0.6
+    if s.reference is not None:
+        with torch.no_grad():
+            return Measured(gap(s.run(x, mask), s.reference(s.module, x, mask, s.space)))
+    mask |= torch.eye(s.length, dtype=torch.bool)  # a query sees itself in any case
+    errors, before = {}, _seen(s, x, None)
+    for i, (seen, usual) in enumerate(zip(_seen(s, x, mask), before, strict=True)):
+        errors[f"query {i} sees hidden keys"] = float(seen[~mask[i]].max()) if not mask[i].all() else 0.0
+        lost = mask[i] & (usual > 0) & (seen == 0)
+        errors[f"query {i} sees too few"] = float(lost.any() and not s.has("piecewise"))
+    return worst(errors)
+
+
+def _seen(s: AttentionSubject, x: Tensor, mask: Tensor | None) -> Tensor:
+    """(L, L): the largest gradient of output i by input j."""
     x = x.detach().requires_grad_()
-    y = s.run(x, mask).masked_fill(~valid, 0)
-    learned = [p for p in s.module.parameters() if p.requires_grad]
-    found = torch.autograd.grad(y.square().sum(), [x, *learned], allow_unused=True)
-    return y.detach(), [torch.zeros_like(p) if g is None else g for g, p in zip(found, [x, *learned], strict=True)]
+    rows = (s.run(x, mask) * s.draw(len(x), name=4)).sum((0, 2))
+    return torch.stack([torch.autograd.grad(row, x, retain_graph=True)[0].abs().amax((0, 2)) for row in rows])
 
 
 @CHECKS.add("padded = alone", 1e-6, "a padded example has the values and gradients of the example alone")
@@ -306,28 +337,20 @@ def boolean_masks(s: AttentionSubject) -> Measured:
     return Measured(0.0, "means the same") if same else Measured(1.0, "0 and 1 mean something else")
 
 
-@CHECKS.add("training mode", 1e-9, "training gives the results of evaluation, apart from dropout and batch statistics")
-@torch.no_grad()
+@CHECKS.add("training mode", 1e-9, "training gives what evaluation gives, apart from dropout and batch statistics")
 def training_mode(s: AttentionSubject) -> Measured:
-    """A copy in training mode without dropout against evaluation, with a mask and without."""
+    """Results and gradients of a copy in training mode without dropout, with a mask and without."""
     if s.has("piecewise"):
         raise NotApplicable("draws in training")
-    module, x, errors = copy.deepcopy(s.module).train(), s.draw(3), {}
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
-        elif isinstance(part, nn.modules.batchnorm._BatchNorm):
-            part.eval()
-        elif isinstance(getattr(part, "dropout", None), float):
-            part.dropout = 0.0
-    with torch.random.fork_rng():
+    module, x, errors = training_twin(s.module), s.draw(3), {}
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(s.seed)
         if gap(*(s.run(x, module=module) for _ in range(2))):
             raise NotApplicable("draws in training")
-    mask = s.masks(s.lengths())
-    for name, own, valid in (("", None, True), ("masked", mask, mask[:, 0, :, None])):
-        errors[name] = gap(torch.where(torch.as_tensor(valid), s.run(x, own, module=module), 0),
-                           torch.where(torch.as_tensor(valid), s.run(x, own), 0))
+    for name, mask in (("", None), ("masked", s.masks(s.lengths()))):
+        (trained, slopes), (usual, expected) = (_with_gradients(s, x, mask, own) for own in (module, s.module))
+        errors[name] = gap(trained, usual)
+        errors[f"gradients{name and ', '}{name}"] = largest(map(relative, slopes, expected))
     return worst(errors)
 
 

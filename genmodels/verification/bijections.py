@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from genmodels.flows.bijection import shown
-from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotApplicable, NotVerified, Report
+from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotApplicable, NotVerified, Report, largest
 from genmodels.verification.code import CHECKS as CODE_CHECKS
 from genmodels.verification.maps import CHECKS as MAP_CHECKS
-from genmodels.verification.maps import MASK_CHECKS, MASS_CHECKS, relative, weighted, worst
-from genmodels.verification.subject import FAR_VALUES, Range, Subject, knots_of, prepare, rows_of
+from genmodels.verification.maps import MASK_CHECKS, MASS_CHECKS, padded_and_cropped, relative, weighted, worst
+from genmodels.verification.subject import FAR_VALUES, Range, Subject, knots_of, prepare, rows_of, slopes_of
 
 JACOBIAN_CHECKS = CheckSet()
 
@@ -230,6 +231,19 @@ def _moved(
     return weighted(s, *s.run(value, inverse, cond=cond, layer=layer))
 
 
+@JACOBIAN_CHECKS.add("masked gradients", 1e-8, "gradients under a mask = those of the cropped sequence")
+def masked_gradients(s: Subject) -> Measured:
+    """By the input and the parameters, of a sum of the valid values with different weights and of the log-det."""
+    own = replace(s, x=s.x.clone().requires_grad_(), z=s.z.clone().requires_grad_())
+    learned, errors = [p for p in s.layer.parameters() if p.requires_grad], {}
+    for where, length, *both in padded_and_cropped(own):
+        leaves = [own.z if where == "inverse" else own.x, *learned]
+        ways = torch.randn(both[0][0].shape, generator=s.generator(where), dtype=torch.float64).to(s.x.device)
+        padded, alone = (slopes_of((valid * ways).sum() + logdet, leaves) for valid, logdet in both)
+        errors[f"{where}, length {length}"] = largest(map(relative, padded, alone))
+    return worst(errors)
+
+
 @JACOBIAN_CHECKS.add("constant log-det", 1e-12, "a log-determinant declared independent of the data is so")
 @torch.no_grad()
 def constant(s: Subject) -> Measured:
@@ -263,7 +277,7 @@ CHECKS = CheckSet(MAP_CHECKS, JACOBIAN_CHECKS, MASS_CHECKS, MASK_CHECKS, CODE_CH
 
 #: Tolerances of maps whose inverse is an iteration, which stops at about this error.
 ITERATIVE = {"round trip": 1e-8, "log-dets cancel": 1e-8, "log-det inverse": 1e-7, "rows independent": 1e-8,
-             "masked content": 1e-8, "padding": 1e-8, "masked log-det": 1e-8}
+             "masked content": 1e-8, "padding": 1e-8, "masked log-det": 1e-8, "masked gradients": 1e-6}
 
 
 def check_bijection(

@@ -9,13 +9,14 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from genmodels.core.errors import an
 from genmodels.flows.bijection import Around, Bijection
 from genmodels.flows.scaling import Logit
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
-from genmodels.verification.subject import Subject, perturb, rows_of, shown_event, waits
+from genmodels.verification.subject import Subject, perturb, rows_of, shown_event, slopes_of, waits
 
 CHECKS = CheckSet()
 
@@ -113,10 +114,9 @@ def nothing_modified(s: Subject) -> Measured:
     return Measured(float(len(changed)), "; ".join(dict.fromkeys(changed)))
 
 
-@CHECKS.add("training mode", 1e-10, "training mode gives the results of evaluation, apart from networks")
-@torch.no_grad()
+@CHECKS.add("training mode", 1e-10, "training mode gives results and gradients of evaluation, apart from networks")
 def training_mode(s: Subject) -> Measured:
-    """A copy in training mode against evaluation, each with the same random numbers.
+    """A copy in training mode against evaluation, each with the same random numbers; gradients to 1e-6.
 
     Only bijections are in training mode: what the network of a coupling drops changes its map but breaks no bijection.
     """
@@ -129,10 +129,19 @@ def training_mode(s: Subject) -> Measured:
         for mode in (layer, s.copy()):
             with torch.random.fork_rng([s.x.device] if s.x.is_cuda else []):
                 torch.manual_seed(s.seed)
-                results.append(s.run(value, inverse, layer=mode))
-        for what, trained, usual in zip((name, f"{name}'s log-det"), *results, strict=True):
-            errors[what] = relative(trained, usual)
+                results.append(_with_slopes(s, mode, value, inverse))
+        (*trained, slopes), (*usual, expected) = results
+        errors |= {what: relative(a.detach(), b.detach()) for what, a, b in zip((name, f"{name}'s log-det"), trained,
+                                                                                 usual, strict=True)}
+        errors[f"{name}'s gradients"] = 1e-4 * largest(map(relative, slopes, expected))
     return worst(errors)
+
+
+def _with_slopes(s: Subject, layer: Module, value: Tensor, inverse: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Result, log-determinant, and the gradients of their weighted sum by input and parameters."""
+    leaves = [value.clone().requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
+    found = s.run(leaves[0], inverse, layer=layer)
+    return *found, slopes_of(weighted(s, *found), leaves)
 
 
 @CHECKS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")

@@ -167,7 +167,7 @@ def _noise(s: Subject, like: Tensor) -> Tensor:
 def padding(s: Subject) -> Measured:
     """The valid values of every padded row against the same row cropped to its length, both ways."""
     return worst({f"{where}, length {length}": relative(padded, alone)
-                  for where, length, (padded, _), (alone, _) in _pairs(s)})
+                  for where, length, (padded, _), (alone, _) in padded_and_cropped(s)})
 
 
 @MASK_CHECKS.add("masked log-det", 1e-10, "the log-determinant under a mask = that of the cropped sequence")
@@ -175,10 +175,10 @@ def padding(s: Subject) -> Measured:
 def masked_log_det(s: Subject) -> Measured:
     """As for padding, with the log-determinants."""
     return worst({f"{where}, length {length}": relative(padded, alone)
-                  for where, length, (_, padded), (_, alone) in _pairs(s)})
+                  for where, length, (_, padded), (_, alone) in padded_and_cropped(s)})
 
 
-def _pairs(s: Subject):
+def padded_and_cropped(s: Subject):
     """Direction, length, and the results of each padded row (valid values alone) and of the same row cropped."""
     mask, lengths = s.mask(), s.lengths()
     if s.misfit():

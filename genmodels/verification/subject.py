@@ -183,6 +183,14 @@ def shown_event(event: Tensor) -> str:
     return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
 
 
+def slopes_of(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a scalar, zeros for what it does not depend on."""
+    if not total.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(leaf) if slope is None else slope for slope, leaf in zip(found, leaves, strict=True)]
+
+
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
     """The conditions of `count` rows, those of the batch repeated."""
     return None if cond is None else cond[torch.arange(count, device=cond.device) % len(cond)]
@@ -296,6 +304,19 @@ def error_far_out(s: Subject, value: Tensor, inverse: bool) -> float:
     scale = 1 + value.flatten(1).abs().amax(1) + 1e-4 * (slope * there).detach().flatten(1).abs().sum(1)
     errors = (back.detach() - value).flatten(1).abs().amax(1) / scale
     return float(errors[torch.isfinite(errors)].max()) if bool(torch.isfinite(errors).any()) else 0.0
+
+
+def training_twin(module: nn.Module) -> nn.Module:
+    """A copy in training mode, without dropout and with the statistics of evaluation."""
+    twin = copy.deepcopy(module).train()
+    for part in twin.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.eval()
+        elif isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0
+    return twin
 
 
 def initialize(layer: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None = None, **options) -> None:

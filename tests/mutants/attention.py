@@ -140,6 +140,10 @@ MUTANTS: dict[str, AttentionMutant] = {
     "longest length fatal": _own(softmaxes.LongestLength, "any length"),
     "buffer of the last length": _own(softmaxes.LengthBuffer, "state"),
     "mask ignored in training": _own(softmaxes.UnmaskedInTraining, "training mode"),
+    "detached in training": _own(softmaxes.DetachedInTraining, "training mode"),
+    "queries and keys of a mask exchanged": _own(softmaxes.TransposedMask, "masks of pairs", claimed=("full",)),
+    "only rows without a key are masked": _own(softmaxes.EmptyRowsAlone, "masks of pairs", claimed=("full",)),
+    "a mask taken for a length": _own(softmaxes.LengthForMask, "padding"),
     "padding cleared in place": _own(softmaxes.PaddingInPlace, "state"),
     "past spoiled by its continuation": _core(
         TransformerXL, "cache", claimed=_PAST, causal=True, kind=positions.SpoiledPast

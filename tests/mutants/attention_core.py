@@ -192,6 +192,43 @@ class UnmaskedInTraining(Explicit):
         return super().forward(x, None if self.training else mask)
 
 
+class DetachedInTraining(Explicit):
+    """Values learn nothing in training."""
+
+    def mix(self, weights, v):
+        return super().mix(weights, v.detach() if self.training else v)
+
+
+class TransposedMask(Explicit):
+    """In a mask of pairs, queries and keys are exchanged."""
+
+    def allowed(self, length, mask):
+        return super().allowed(length, mask.mT if mask is not None and mask.dim() == 2 else mask)
+
+
+class EmptyRowsAlone(Explicit):
+    """Of a mask of pairs only rows without a key count."""
+
+    def allowed(self, length, mask):
+        pairs = mask is not None and mask.dim() == 2
+        return super().allowed(length, mask.any(1, keepdim=True).expand_as(mask) if pairs else mask)
+
+
+class LengthForMask(Explicit):
+    """A mask is taken for the length that it has without gaps."""
+
+    def hide(self, x, mask):
+        return super().hide(x, self.of_length(mask))
+
+    def allowed(self, length, mask):
+        return super().allowed(length, self.of_length(mask))
+
+    @staticmethod
+    def of_length(mask):
+        ends = mask is not None and mask.dim() == 3
+        return torch.arange(mask.shape[-1]) < mask.sum(-1, keepdim=True) if ends else mask
+
+
 class PaddingInPlace(Explicit):
     """What is not valid is set to zero in the tensor that came in, where no gradient is asked for."""
 

@@ -295,6 +295,22 @@ class TwiceInTraining(Stretch):
         return (2 if self.training else 1) * super().volume(x, mask)
 
 
+class DetachedInTraining(Stretch):
+    """The log-determinant teaches nothing in training."""
+
+    def forward(self, x, cond=None, mask=None):
+        z, logdet = super().forward(x, cond, mask)
+        return z, logdet.detach() if self.training else logdet
+
+
+class DetachedUnderMasks(Stretch):
+    """The log-determinant of a padded sequence teaches nothing."""
+
+    def forward(self, x, cond=None, mask=None):
+        z, logdet = super().forward(x, cond, mask)
+        return z, logdet if mask is None else logdet.detach()
+
+
 class NoisyInTraining(Stretch):
     """Noise is added to what comes in, in training mode."""
 

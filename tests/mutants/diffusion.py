@@ -101,6 +101,21 @@ class Unconditional(HeunSampler):
         return super().__call__(denoiser, x, t, s, memory, generator, None, temperature)
 
 
+class OfAnother(HeunSampler):
+    """Each sample is given the condition of another."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        return super().__call__(denoiser, x, t, s, memory, generator, None if cond is None else cond.flip(0),
+                                temperature)
+
+
+class Squared(DDPMSampler):
+    """The noise is multiplied by the square of the temperature."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        return super().__call__(denoiser, x, t, s, memory, generator, cond, temperature**2)
+
+
 # ---- denoisers -----------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +201,40 @@ class Rescaled(Broken):
         return _prediction(x, log_snr, v, found.x0, eps, v).along(self.schedule, t)
 
 
+class OfClasses(Denoiser):
+    """A sound denoiser of three classes in the plane."""
+
+    def __init__(self):
+        super().__init__(MLPDenoiser((2,), 3, hidden=8), CosineSchedule(), V())
+
+
+class ClassDropped(OfClasses):
+    """Every class is taken for the first."""
+
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+        return super().at_log_snr(x, log_snr, cond * 0, mask, estimate)
+
+
+class NoisierInTraining(Broken):
+    """In training another noise level is seen."""
+
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+        found = super().at_log_snr(x, log_snr + 1 if self.training else log_snr, cond, mask, estimate)
+        alpha, sigma = (torch.sigmoid(sign * log_snr).sqrt()[:, None].to(x) for sign in (1, -1))
+        eps = (x - alpha * found.x0) / sigma
+        v = alpha * eps - sigma * found.x0
+        return _prediction(x, log_snr, v, found.x0, eps, v)
+
+
+class DetachedInTraining(Broken):
+    """In training x0 teaches nothing."""
+
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+        found = super().at_log_snr(x, log_snr, cond, mask, estimate)
+        x0 = found.x0.detach() if self.training else found.x0
+        return _prediction(x, log_snr, found.output, x0, found.eps, found.v)
+
+
 class Idle(Broken):
     """A parameter that nothing depends on."""
 
@@ -216,6 +265,10 @@ def _denoiser(change, *failing: str) -> Mutant:
     return Mutant(make, lambda made: check_denoiser(made, (2,)), frozenset(failing))
 
 
+def _of_classes(make, *failing: str) -> Mutant:
+    return Mutant(make, lambda made: check_denoiser(made, (2,), cond=torch.arange(5) % 3), frozenset(failing))
+
+
 #: A sound denoiser, and one mutant after the other; tests/diffusion/table.py has the sound samplers.
 MUTANTS: dict[str, Mutant] = {
     "noise at the end": _sampler(NoisyEnd, "clean end", "point mass"),
@@ -227,7 +280,13 @@ MUTANTS: dict[str, Mutant] = {
     "half a step": _sampler(HalfStep, "no signal", "trajectory", "spread"),
     "float32 always": _sampler(Always32, "dtype", "point mass"),
     "condition left out": _sampler(Unconditional, "condition"),
+    "condition of another sample": _sampler(OfAnother, "condition"),
+    "temperature squared": _sampler(Squared, "temperature"),
     "nothing (denoiser)": _denoiser(Broken),
+    "nothing (denoiser of classes)": _of_classes(OfClasses),
+    "class dropped": _of_classes(ClassDropped, "condition"),
+    "another noise level in training": _denoiser(NoisierInTraining, "training mode"),
+    "x0 detached in training": _denoiser(DetachedInTraining, "training mode"),
     "sign of the noise": _denoiser(_flipped_noise, "signal and noise", "v", "score", "training target"),
     "sign of v": _denoiser(_swapped_v, "v"),
     "velocity of another path (denoiser)": _denoiser(Straight, "velocity of the path"),
