@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from genmodels.diffusion.path import Path
 from genmodels.diffusion.schedule import NoiseSchedule
-from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report, largest
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, NotVerified, Report, largest
+from genmodels.verification.subject import slopes_of
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -234,13 +235,25 @@ def energy_shape(s: EnergySubject) -> Measured:
 
 @ENERGY_CHECKS.add("score", 1e-6, "the score is minus the gradient of the energy")
 def score(s: EnergySubject) -> Measured:
-    """Along random directions, against central differences in float64."""
+    """Along random directions, against central differences in float64, beyond the rounding of large energies."""
     found = s.energy.score(s.x).detach()
     if found.shape != s.x.shape:
         return Measured(math.inf, f"shape {tuple(found.shape)}")
     slope = (found * s.v).flatten(1).sum(1)
     expected = -(s.values(s.x + _STEP * s.v) - s.values(s.x - _STEP * s.v)) / (2 * _STEP)
-    return Measured(float(errors(slope, expected).max()))
+    return _beyond_rounding(slope, expected, s.values(s.x), _STEP)
+
+
+def _beyond_rounding(found: Tensor, expected: Tensor, energy: Tensor, step: float) -> Measured:
+    """Errors less four roundings of the energy, of which a difference divided by `step` was made.
+
+    Raises:
+        NotVerified: if these are larger than what is found.
+    """
+    rounding = 4 * torch.finfo(torch.float64).eps * energy.abs() / step
+    if bool((rounding > 0.1 * (1 + found.abs())).any()):
+        raise NotVerified(f"energies of {float(energy.abs().max()):.0e} have lost the digits of their differences")
+    return Measured(float(errors(found, expected).sub(rounding / (1 + expected.abs())).max().clamp(min=0)))
 
 
 @ENERGY_CHECKS.add("rows independent", 1e-9, "the energy of an example does not depend on the others")
@@ -276,10 +289,34 @@ def falls_off(s: EnergySubject) -> Measured:
     return Measured(largest([0.0, *torch.where(unknown, math.nan, dims * math.log(10) - rise)]))
 
 
-@ENERGY_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the score's size")
+@ENERGY_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the score's size or of the energy")
 def gradients(s: EnergySubject) -> Measured:
     """The number of parameters on which neither the square of the score nor the energy depends."""
     return without_gradient(s.energy, lambda: s.energy.score(s.x).square().sum() + s.energy.energy(s.x).sum())
+
+
+@ENERGY_CHECKS.add("gradients of the score", 1e-5, "its gradients by the parameters = finite differences")
+def gradients_of_the_score(s: EnergySubject) -> Measured:
+    """Of the squared score, which score matching trains by, along random directions; the least error counts.
+
+    A wrong gradient is wrong in every direction, unlike a kink.
+    """
+    if not (learned := [p for p in s.energy.parameters() if p.requires_grad]):
+        raise NotApplicable("no parameters")
+    found, generator = slopes_of(s.energy.score(s.x).square().sum(), learned), torch.Generator().manual_seed(0)
+    twin, least = copy.deepcopy(s.energy), math.inf
+    for _ in range(3):
+        ways = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) / math.sqrt(max(1, p[:1].numel()))
+                for p in map(torch.atleast_1d, learned)]
+        ways = [way.reshape(p.shape) for way, p in zip(ways, learned, strict=True)]
+        ends = []
+        for sign in (1, -1):
+            for moved, own, way in zip((p for p in twin.parameters() if p.requires_grad), learned, ways, strict=True):
+                moved.data = own.data + sign * _STEP * way
+            ends.append(twin.score(s.x).detach().square().sum())
+        slope = sum((slope * way).sum() for slope, way in zip(found, ways, strict=True))
+        least = min(least, float(errors(slope, (ends[0] - ends[1]) / (2 * _STEP))))
+    return Measured(least)
 
 
 @ENERGY_CHECKS.add("jet", 1e-6, "the jet is log p, its slope and its curvature along v")
@@ -291,5 +328,5 @@ def jet(s: EnergySubject) -> Measured:
     up, here, down = (-s.values(s.x + k * 1e-4 * s.v) for k in (1, 0, -1))
     expected = here, (up - down) / 2e-4, (up - 2 * here + down) / 1e-8
     loose = 1.0, 1.0, 1e-3  # a second difference has half as many digits
-    pairs = zip((value, slope, bend), expected, loose, strict=True)
-    return Measured(largest(k * errors(a, b).max() for a, b, k in pairs))
+    parts = zip((value, slope, bend), expected, loose, (1.0, 1e-4, 1e-8), strict=True)
+    return Measured(largest(k * _beyond_rounding(a, b, here, step).error for a, b, k, step in parts))

@@ -565,7 +565,7 @@ def test_every_check_of_flows_notices_its_error(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "_MUTANTS", {"flows": "models.FLOW_MUTANTS", "energies": "densities.MUTANTS"})
     assert main(["verify", "self_test=true", f"out={tmp_path}/v.json", "progress=false"]) == 0
     shown = capsys.readouterr().out
-    assert "log-density     base alone" in shown and "every check detected its mutants: 19 checks" in shown
+    assert "log-density     base alone" in shown and "every check detected its mutants: 21 checks" in shown
     detected = json.loads((tmp_path / "v.json").read_text())["detected"]
     assert detected["flows"]["latents"] == ["latents scaled"] and "score" in detected["energies"]
 

@@ -108,6 +108,21 @@ class LostSign(_Well):
         return -super().score(x, cond)
 
 
+class Detached(_Well):
+    """The score teaches nothing."""
+
+    def score(self, x, cond=None):
+        return super().score(x, cond).detach()
+
+
+class HalfDetached(_Well):
+    """The score teaches half of what it should."""
+
+    def score(self, x, cond=None):
+        score = super().score(x, cond)
+        return 0.5 * (score + score.detach())
+
+
 class BatchMean(_Well):
     """The mean of the batch is subtracted."""
 
@@ -216,11 +231,17 @@ MUTANTS: dict[str, Mutant] = {
     "jet that is not a number": _energy(lambda: LostJet(torch.eye(2)), "jet"),
     "energy that is not a number far away": _energy(LostFarAway, "falls off"),
     "sign of the score": _energy(LostSign, "score"),
+    "nothing (large offset)": _energy(lambda: Quadratic(torch.eye(2), offset=1e6)),
+    "curvature halved beside a large offset": _energy(lambda: Bent(torch.eye(2), offset=1e6), "jet"),
+    "score detached": _energy(Detached, "gradients of the score"),
+    "score half detached": _energy(HalfDetached, "gradients of the score"),
     "mean of the batch": _energy(BatchMean, "rows independent", "score"),
     "bounded energy": _energy(Flat, "falls off"),
     "energy upside down": _energy(Upside, "falls off"),
     "dead parameter of an energy": _energy(Dead, "gradients"),
     "calls counted in the state": _energy(Counting, "nothing modified"),
-    "one energy for all": _energy(Summed, "shape", "rows independent", "score", "nothing modified", "gradients"),
+    "one energy for all": _energy(
+        Summed, "shape", "rows independent", "score", "nothing modified", "gradients", "gradients of the score"
+    ),
     "curvature halved": _energy(lambda: Bent(torch.eye(2)), "jet"),
 }

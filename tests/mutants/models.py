@@ -11,7 +11,7 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import Likelihood
-from genmodels.flows.bases import StandardNormal
+from genmodels.flows.bases import Distribution, Logistic, StandardNormal
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.discrete import ContinuousFlow
@@ -305,12 +305,13 @@ class FlowMutant:
 
     kind: type[Flow]
     failing: frozenset[str] = frozenset()
+    base: type[Distribution] = StandardNormal
 
     def run(self) -> list[Check]:
         """The result of every check."""
         torch.manual_seed(0)
         x = torch.randn(3, 2, dtype=torch.float64)
-        flow, blank = (self.kind(Compose([ActNorm(2), Stretch(2)], (2,)), StandardNormal((2,))) for _ in range(2))
+        flow, blank = (self.kind(Compose([ActNorm(2), Stretch(2)], (2,)), self.base((2,))) for _ in range(2))
         flow.initialize(torch.randn(64, 2))
         return list(FLOW_CHECKS.run(FlowSubject(flow.double().eval(), x, None, blank.eval())))
 
@@ -346,6 +347,27 @@ class Hasty(Flow):
         return super().latents(x, cond, mask)
 
 
+class WithoutConstant(StandardNormal):
+    """The density is not normalised."""
+
+    def _entries(self, z, cond):
+        return -0.5 * z.square()
+
+
+class WideNoise(StandardNormal):
+    """Samples spread twice as far as the density says."""
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        return 2 * super()._sample(shape, cond, temperature, generator, dtype, device)
+
+
+class NarrowNoise(StandardNormal):
+    """Samples spread half as far as the density says."""
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        return 0.5 * super()._sample(shape, cond, temperature, generator, dtype, device)
+
+
 #: A sound flow, then one mutant after the other.
 FLOW_MUTANTS: dict[str, FlowMutant] = {
     "nothing": FlowMutant(Flow),
@@ -353,4 +375,8 @@ FLOW_MUTANTS: dict[str, FlowMutant] = {
     "latents scaled": FlowMutant(ScaledLatents, frozenset({"latents"})),
     "samples centred": FlowMutant(CentredSamples, frozenset({"samples"})),
     "starts by itself": FlowMutant(Hasty, frozenset({"waits for data"})),
+    "nothing (another base)": FlowMutant(Flow, base=Logistic),
+    "base without its constant": FlowMutant(Flow, frozenset({"base"}), WithoutConstant),
+    "base with wide samples": FlowMutant(Flow, frozenset({"base"}), WideNoise),
+    "base with narrow samples": FlowMutant(Flow, frozenset({"base"}), NarrowNoise),
 }
