@@ -22,8 +22,8 @@ _IMAGES = {"digits": Digits, "mnist": MNIST, "fashion_mnist": FashionMNIST, "cif
 class Transported(Dataset):
     """A split in which each item comes with an item of another data set, the source.
 
-    `__getitems__` gives a fixed one. In training it is drawn anew in every epoch, as a pure function of (order_seed,
-    epoch, position), so that batch size, processes and resuming do not change it.
+    `__getitems__` gives a fixed one, the same in every run. In training it is drawn anew in every epoch, as a pure
+    function of (order_seed, epoch, position), so that batch size, processes and resuming do not change it.
 
     Arguments:
         target, source: the two splits; the flow leads from source to target.
@@ -36,7 +36,7 @@ class Transported(Dataset):
         >>> from genmodels.data.loading import TensorData
         >>> ends = TensorData(torch.arange(4.0)[:, None]), TensorData(10 + torch.arange(3.0)[:, None])
         >>> split = Transported(*ends, [torch.arange(3)], torch.arange(4))
-        >>> split.__getitems__([0, 3]).source.flatten()
+        >>> split.__getitems__([0, 1, 2, 3]).source.flatten()
         tensor([10., 10.])
     """
 
@@ -46,6 +46,10 @@ class Transported(Dataset):
     ):
         self.target, self.source, self.pools, self.rows = target, source, pools, rows
         self.labels, self.conditional = labels, conditional
+        # In a random order, because items of equal sets would come with themselves; a permutation, so that all source
+        # items are used about equally often.
+        generator = torch.Generator().manual_seed(seed_of("source"))
+        self._fixed = torch.randperm(max(len(rows), *map(len, pools)), generator=generator)[: len(rows)]
         self._numbers: tuple[tuple[int, int], Tensor] | None = None
 
     def __len__(self) -> int:
@@ -53,7 +57,7 @@ class Transported(Dataset):
 
     def __getitems__(self, positions) -> Batch:
         index = torch.as_tensor(positions, dtype=torch.int64)
-        return self._batch(index, index)
+        return self._batch(index, self._fixed[index])
 
     def drawn(self, positions: Tensor, order_seed: int, epoch: int) -> Batch:
         """The items at these positions (B,) with the source items of this epoch."""
@@ -82,7 +86,8 @@ class Transport(DataModule):
         source_classes, target_classes: the classes used of each set; all by default.
         same_class: pair items of equal class and keep the classes; else pairs are independent and have no class.
         root, download: of images, see `MNIST`.
-        batch_size, num_workers, seed: see `DataModule`; `seed` is that of both sets.
+        batch_size, num_workers, seed: see `DataModule`; `seed` is that of both sets, except that points of one
+            two-dimensional set are drawn for the source by the next seed.
 
     Errors: sets of unlike shape, classes that do not exist.
 
@@ -109,17 +114,18 @@ class Transport(DataModule):
     ):
         super().__init__(batch_size=batch_size, **shared)
         files = {"root": root, "download": download}
-        self.ends = [end if isinstance(end, DataModule) else self._made(key, end, files)
-                     for key, end in (("source", source), ("target", target))]
+        again = self.seed + (source == target)  # else the points of the source were those of the target
+        self.ends = [end if isinstance(end, DataModule) else self._made(key, end, files, seed)
+                     for key, end, seed in (("source", source, again), ("target", target, self.seed))]
         self.draws_items = all(end.draws_items for end in self.ends)
         self.classes, self.same_class = (source_classes, target_classes), same_class
 
-    def _made(self, key: str, name: str, files: dict) -> DataModule:
+    def _made(self, key: str, name: str, files: dict, points: int) -> DataModule:
         own = {"batch_size": self.batch_size, "seed": self.seed}
         if not isinstance(name, str):
             raise InputError(f"data.{key} takes the name of a data set (in Python a data module), got {name!r}")
         if name in DENSITIES:
-            return Toy(set=name, **own)
+            return Toy(set=name, **own | {"seed": points})
         one_of(f"data.{key}", name, [*_IMAGES, *DENSITIES])
         return _IMAGES[name](**own, **({} if name == "digits" else files))
 

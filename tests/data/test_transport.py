@@ -62,6 +62,32 @@ def test_items_of_one_class_and_classes_that_are_chosen():
     assert data.sources("test").x.flatten().tolist() == list(range(101, 130, 3))
 
 
+@pytest.mark.parametrize("name", ["moons", "digits"])
+def test_held_out_items_of_one_set_do_not_come_with_themselves(name):
+    data = Transport(source=name, target=name).prepare()
+    for split in ("val", "test"):
+        batch = next(iter(data.loader(split, 200)))
+        ends = torch.stack([batch.x, batch.source]).flatten(2).double()
+        same = (ends[0] == ends[1]).all(1)
+        assert int(same.sum()) < 8  # 1 by chance
+        cost, apart = (ends[0] - ends[1]).square().sum(1).mean(), ends.flatten(0, 1).var(0).sum()
+        assert abs(float(cost / (2 * apart)) - 1) < 0.25
+        again = next(iter(Transport(source=name, target=name).prepare().loader(split, 200)))
+        assert torch.equal(again.source, batch.source)
+    points = (data.sources("val").x[:, None] == data.split("val").target.__getitems__(torch.arange(50)).x).flatten(2)
+    assert bool(points.all(2).any()) is (name == "digits")  # other points, and the same pictures
+
+
+def test_fixed_pairs_use_all_source_items_about_equally():
+    test = pairs().split("test")
+    batch = test.__getitems__(torch.arange(60))
+    assert torch.bincount(batch.source[:, 0].long() - 100).tolist() == [2] * 30
+    assert torch.equal(test.__getitems__([7, 3]).source, batch.source[[7, 3]])
+    few = Transport(source=Numbers(0, 60), target=Numbers(0, 20), batch_size=6).prepare().split("val")
+    drawn = few.__getitems__(torch.arange(20)).source[:, 0]
+    assert len(drawn.unique()) == 20 and float(drawn.max()) > 40
+
+
 def test_points_are_drawn_and_pictures_are_not():
     assert Transport(source="moons", target="8gaussians").draws_items
     assert not Transport(source="moons", target="digits").draws_items
