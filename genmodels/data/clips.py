@@ -20,7 +20,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError, counted
 from genmodels.core.files import cache_folder, kind_of, write_whole
-from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
+from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_channels, resample
 
 #: The clips in the source of the package (wheels leave them out), and those held out; the rest is for training.
 EMBEDDED = Path(__file__).parent / "ljspeech"
@@ -228,7 +228,7 @@ def _row_problem(fields: list[str], numbers: tuple[int, ...], form: str) -> str 
 
 
 #: Increased when the content of a cached file, or its computation, changes.
-FORMAT = 1
+FORMAT = 2
 _CLIPPED = 0.999  # share of full scale from which a sample counts as clipped
 _LEAST_POWER = 1e-10  # smallest mean square, so that the level of silence is a number
 _G722_RATE = 16000
@@ -249,7 +249,7 @@ class Recording:
         samples: number of samples at that rate.
         frames: length of the mel, 0 if the clip is too short.
         level: root mean square in dB of full scale.
-        clipped: share of samples at full scale.
+        clipped: share of samples at full scale in any channel.
     """
 
     digest: str
@@ -330,10 +330,11 @@ class MelFiles:
                     return Recording(digest, place, *(kind(kept[name]) for name, kind in _PROPERTIES.items()))
             except _DAMAGED:
                 place.unlink(missing_ok=True)  # for example truncated by a full disk
-        wave, rate = read_sound(path)
+        channels, rate = read_sound(path)
+        wave = channels.mean(0).float()
         properties = {"rate": rate, "samples": len(wave), "frames": 0,
                       "level": 10 * math.log10(max(float(wave.double().square().mean()), _LEAST_POWER)),
-                      "clipped": float((wave.abs() >= _CLIPPED).double().mean())}
+                      "clipped": float((channels.abs() >= _CLIPPED).any(0).double().mean())}
         sound = resample(wave, rate, self.config.sample_rate)
         if len(sound) >= self.config.shortest:
             mel = log_mel(sound, self.config).numpy()
@@ -383,13 +384,13 @@ def cell_statistics(mels, per: str) -> dict:
 
 
 def read_sound(path: Path) -> tuple[Tensor, int]:
-    """Samples (N,) and rate of a wav file, or of a G.722 file by the package G722.
+    """The channels (C, N) and the rate of a wav file, or of a G.722 file by the package G722.
 
     Raises:
         AudioError: for a file that is not sound, or a missing package.
     """
     if path.suffix.lower() != ".g722":
-        return read_wav(path)
+        return read_channels(path)
     try:
         from G722 import G722
     except ImportError:
@@ -397,4 +398,4 @@ def read_sound(path: Path) -> tuple[Tensor, int]:
     samples = np.asarray(G722(_G722_RATE, 64000).decode(path.read_bytes()), dtype=np.float32)
     if len(samples) == 0:
         raise AudioError(f"{path}: there is no sound in it")
-    return torch.from_numpy(samples / 2.0**15), _G722_RATE
+    return torch.from_numpy(samples / 2.0**15)[None], _G722_RATE

@@ -22,6 +22,7 @@ _UNKNOWN = range(0x7FFFF000, 2**31), range(2**32 - 2**16, 2**32)
 _RATES = 1000, 1_000_000  # samples a second of a recording; other rates are those of a damaged header
 #: The integer of full scale for each type of sample in a wav file.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
+_LOUDEST = 100.0  # 40 dB above full scale: beyond any recording in floats, below 16-bit integers written as floats
 
 
 class AudioError(ValueError):
@@ -37,7 +38,18 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
 
     Shapes: the sound is `(N,)` float32.
     Raises:
-        AudioError: for a file that is missing, unreadable, empty or not finite, with its path.
+        AudioError: as `read_channels`.
+    """
+    channels, rate = read_channels(path)
+    wanted = rate if sample_rate is None else sample_rate
+    return resample(channels.mean(0), rate, wanted).float(), wanted
+
+
+def read_channels(path: str | Path) -> tuple[Tensor, int]:
+    """The channels of a wav file, (C, N) float64 with full scale at 1, and its rate.
+
+    Raises:
+        AudioError: for a file that is missing, unreadable, empty, not finite or far beyond full scale, with its path.
     """
     from scipy.io import wavfile
 
@@ -63,13 +75,14 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
     scale = _FULL_SCALE.get(kind, 1.0)
     wave = samples.astype(np.float64)
     wave = (wave - (scale if kind == np.uint8 else 0.0)) / scale
-    wave = wave.mean(1) if wave.ndim == 2 else wave
-    if len(wave) == 0:
+    if wave.size == 0:
         raise AudioError(f"{path}: there is no sound in it")
     if not np.isfinite(wave).all():
-        raise AudioError(f"{path}: sample {int(np.flatnonzero(~np.isfinite(wave))[0])} is not finite")
-    wanted = rate if sample_rate is None else sample_rate
-    return resample(torch.from_numpy(wave), rate, wanted).float(), wanted
+        raise AudioError(f"{path}: sample {int(np.nonzero(~np.isfinite(wave))[0][0])} is not finite")
+    if (peak := float(np.abs(wave).max())) > _LOUDEST:
+        raise AudioError(f"{path}: its samples reach {peak:.6g}, and full scale of floats is 1: divide them by 32768 "
+                         "if they are 16-bit integers")
+    return torch.from_numpy(wave.reshape(len(wave), -1).T), rate
 
 
 def _check_whole(path: Path) -> None:

@@ -169,6 +169,13 @@ def test_warnings_are_no_errors(tmp_path):
         assert re.search(part, messages), part
 
 
+def test_clipping_is_that_of_each_channel(tmp_path):
+    left, right = (np.sign(noise(22050)) * 32767).astype(np.int16), noise(22050, 1)
+    write(tmp_path / "a.wav", np.stack([left, right], 1))
+    found = MelFiles(MelConfig()).read(tmp_path / "a.wav")
+    assert found.clipped > 0.99 and found.samples == 22050
+
+
 def rows_of(k: int) -> np.ndarray:
     return good()[f"g{k}"][1]
 
@@ -265,7 +272,7 @@ def test_g722_is_decoded(tmp_path):
     t = torch.arange(16000) / 16000
     tone = (8000 * torch.sin(2 * torch.pi * 440 * t)).to(torch.int16)
     (tmp_path / "tone.g722").write_bytes(codec(16000, 64000).encode(tone.numpy()))
-    found, rate = mel_files.read_sound(tmp_path / "tone.g722")
+    (found,), rate = mel_files.read_sound(tmp_path / "tone.g722")
     spectrum = torch.fft.rfft(found).abs()
     assert rate == 16000 and len(found) == 16000 and int(spectrum.argmax()) == 440
     assert float(found.abs().max()) == pytest.approx(8000 / 32768, rel=0.1)

@@ -226,9 +226,13 @@ def test_bad_files_are_named(tmp_path):
     wavfile.write(tmp_path / "nan.wav", 22050, np.array([0, np.nan], np.float32))
     wavfile.write(tmp_path / "fast.wav", 1_899_999_999, np.ones(5000, np.int16))  # resampling would take 31 GB
     wavfile.write(tmp_path / "long.wav", 22050, np.ones(50, np.int64))
+    wavfile.write(tmp_path / "sixteen.wav", 22050, np.array([[0, 1], [1, -3000]], np.float32))
+    wavfile.write(tmp_path / "overshoot.wav", 22050, np.array([0, -8], np.float32))
+    assert read_wav(tmp_path / "overshoot.wav")[0].tolist() == [0, -8]
     for name, message in [("none.wav", "no such file"), ("long.wav", "64 bits a sample are not read"),
                           ("text.wav", "not a readable"), ("empty.wav", "no sound"),
-                          ("nan.wav", "sample 1 is not finite"), ("fast.wav", "1899999999 samples a second")]:
+                          ("nan.wav", "sample 1 is not finite"), ("sixteen.wav", "reach 3000, .*divide them by 32768"),
+                          ("fast.wav", "1899999999 samples a second")]:
         with pytest.raises(AudioError, match=rf"{name}.*{message}"):
             read_wav(tmp_path / name)
 
