@@ -5,7 +5,8 @@
     log w = sum_k [E_{b_{k-1}}(x_{k-1}) - E_{b_k}(x_{k-1})],    E[w] = Z / Z_q
 
 Each term is evaluated before the move. By Jensen's inequality E[log w] + log Z_q <= log Z. The reverse sequence of
-densities from samples of the model has E[1/w] = Z_q / Z, hence log Z <= E_reverse[log w] + log Z_q.
+densities from samples of the model has E[1/w] = Z_q / Z, hence log Z <= E_reverse[log w] + log Z_q. Where the energy of
+the model is infinite, E[1/w] is smaller by the share of q outside the support: the bound still holds, less tightly.
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class LogPartition:
     @property
     def most(self) -> float | None:
         """The upper end of the 95 % interval of log Z; None without reverse chains."""
-        return None if self.upper is None else max(value + error for value, error in self._half_widths())
+        # A lower bound of minus infinity, which is that of weights of zero, says nothing about the upper end.
+        ends = [value + error for value, error in self._half_widths() if value > -math.inf]
+        return None if self.upper is None else max(ends)
 
     def _half_widths(self) -> list[tuple[float, float]]:
         """Estimate and bounds, each with the half-width of its 95 % interval."""
@@ -224,7 +227,8 @@ class AnnealedImportanceSampling:
             base: q, broad enough to cover the model.
             generator: keyed by chain, or a torch.Generator.
             chains: number of chains B of each direction.
-            samples: (B', *event) draws of the model for the reverse run; None makes them by HMC from the forward run.
+            samples: (B', *event) draws of the model for the reverse run; None makes them by HMC from the forward run,
+                from those of its chains whose weight is not zero.
             exact_samples: whether `samples` are exact draws of the model; only then is the upper bound guaranteed.
             reverse: whether to run reverse chains too.
             cond: (B, ...) condition, the same for all chains.
@@ -237,9 +241,7 @@ class AnnealedImportanceSampling:
         if reverse:
             label = "exact" if samples is not None and exact_samples else "approximate"
             if samples is None:
-                warm_up, keyed = self.reverse_steps // 2, child(generator, "samples")
-                samples = run_chains(model, HMC(), forward.x, keyed, warm_up=warm_up,
-                                     steps=self.reverse_steps - warm_up, keep_every=0, cond=cond).samples
+                samples = self._drawn(model, forward, child(generator, "samples"), cond)
             keyed, cond = for_rows(len(samples), child(generator, "reverse"), cond)
             back = self.reverse(model, base, keyed, samples, sizes, cond=cond)
         return LogPartition.of_weights(
@@ -247,6 +249,19 @@ class AnnealedImportanceSampling:
             dims=base.mean.numel(), steps=len(self.betas) - 1, grid="sigmoid", kernel=type(self.kernel).__name__,
             acceptance=forward.acceptance, reverse=label,
         )  # fmt: skip
+
+    def _drawn(self, model: EnergyFunction, forward: Run, generator: Generator, cond: Tensor | None) -> Tensor:
+        """Approximate draws of the model, by HMC from the last points of the forward chains inside its support."""
+        start, inside = forward.x, (forward.log_w > -torch.inf).nonzero().flatten()
+        if not len(inside):
+            raise RunError(f"the energy is infinite at all {len(start)} draws of the base: use a base that covers the "
+                           "model, or more chains")
+        if len(inside) < len(start):
+            start, cond = start[inside], cond if cond is None else cond[inside]
+            generator = generator.rows(inside) if isinstance(generator, KeyedGenerator) else generator
+        warm_up = self.reverse_steps // 2
+        return run_chains(model, HMC(), start, generator, warm_up=warm_up, steps=self.reverse_steps - warm_up,
+                          keep_every=0, cond=cond).samples
 
     def forward(
         self, model: EnergyFunction, base: GaussianBase, generator: Generator, chains: int, sizes: Tensor, *,

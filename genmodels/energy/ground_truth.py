@@ -264,7 +264,7 @@ def quadrature(
         dtype: of the points at which the energy is evaluated.
 
     Errors: InputError in more than two dimensions, or for a score without energy; RunError if the rule does not
-    converge or the energy is not finite.
+    converge, misses all modes because they are narrower than the cells, or the energy is not finite.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -276,6 +276,9 @@ def quadrature(
     energy = _Energy(model, cond, dtype, device)
     lowest, edge = _survey(energy, limits)
     value, error = _integrate(lambda points: np.exp(lowest - energy(points)), limits, cells, tolerance, dtype)
+    if not value > 0:
+        raise RunError("quadrature missed all modes, which are narrower than the cells: narrow the limits or use more "
+                       "cells=")
     return Quadrature(math.log(value) - lowest, error / value, limits, edge, energy.evaluations)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from genmodels.core.errors import RunError
 from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     HMC,
@@ -110,13 +111,29 @@ def test_other_numbers_of_samples_than_chains(count):
     brackets(found, TRUTH)
 
 
+SQUARE = LogDensity(lambda x: torch.where((x.abs() <= 1).all(1), 0.0, -math.inf) + 0 * x.sum(1))
+
+
 def test_chains_outside_the_support_weigh_nothing():
     """log 4, of a uniform density on a square, where plain importance sampling is right too."""
-    square = LogDensity(lambda x: torch.where((x.abs() <= 1).all(1), 0.0, -math.inf) + 0 * x.sum(1))
     ais = AnnealedImportanceSampling(steps=16, kernel=MALA(step_size=0.3), tune=0)
-    found = ais(square, GaussianBase(torch.zeros(2), torch.eye(2)), keyed(range(2000)), chains=2000, reverse=False,
+    found = ais(SQUARE, GaussianBase(torch.zeros(2), torch.eye(2)), keyed(range(2000)), chains=2000, reverse=False,
                 dtype=torch.float64)
     assert abs(found.log_z - math.log(4)) < 4 * found.stderr < 0.3
+
+
+@pytest.mark.parametrize("generator", [keyed(range(300)), seeded()])
+def test_reverse_chains_start_inside_the_support(generator):
+    """Their bound is too high by at least -log of the share of the base inside, and not by much more."""
+    ais = AnnealedImportanceSampling(steps=8, kernel=MALA(step_size=0.3), tune=0, reverse_steps=10)
+    found = ais(SQUARE, GaussianBase(torch.zeros(2), torch.eye(2)), generator, chains=300, dtype=torch.float64)
+    inside = math.erf(math.sqrt(0.5)) ** 2
+    assert abs(found.log_z - math.log(4)) < 4 * found.stderr
+    assert math.log(4) - math.log(inside) <= found.upper + 3 * found.upper_stderr < math.log(4) - math.log(inside) + 0.2
+    assert found.lower == found.least == -math.inf and found.upper < found.most < found.upper + 0.1
+    far = LogDensity(lambda x: torch.where(x[:, 0] > 50, 0.0, -math.inf) + 0 * x.sum(1))
+    with pytest.raises(RunError, match="infinite at all 10 draws of the base"):
+        ais(far, BASE, seeded(), chains=10)
 
 
 # ---- other densities, kernels, grids ----

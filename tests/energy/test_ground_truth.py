@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.energy import (
     DoubleWell,
     Energy,
@@ -161,6 +161,9 @@ def test_errors():
         quadrature(ScoreNetwork(lambda x: -x), WIDE)
     with pytest.raises(RuntimeError, match="NaN at x = "):
         quadrature(LogDensity(lambda x: torch.full((len(x),), torch.nan)), WIDE)
+    narrow = GaussianMixture(torch.tensor([0.5, 0.5]).double(), torch.tensor([[0.0], [3.3333]]).double(), 1e-4)
+    with pytest.raises(RunError, match="missed all modes, which are narrower than the cells"):
+        quadrature(narrow, [(-8, 8)])
 
 
 @pytest.mark.parametrize(("reason", "make"), [
