@@ -342,7 +342,10 @@ def integer_durations(widths: Tensor, total: Tensor | None = None, mask: Tensor 
                          f"it needs at least {int(count[item])} frames")
     nothing = widths.sum(1, keepdim=True) == 0
     present = torch.arange(widths.shape[1], device=widths.device) < count[:, None]
-    ends = torch.where(nothing & present, 1.0, widths).cumsum(1)
+    widths = torch.where(nothing & present, 1.0, widths)
+    largest = widths.amax(1, keepdim=True)
+    # So that no sum overflows; by a power of two, which changes no digit.
+    ends = (widths / (largest / (2 * largest.frexp().mantissa))).cumsum(1)
     ends = torch.floor(total[:, None] * ends / ends[:, -1:] + 0.5).long()
     last, found = torch.zeros_like(total), []
     for k in range(widths.shape[1]):

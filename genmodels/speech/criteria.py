@@ -87,6 +87,7 @@ def transducer_log_prob(blank: Tensor, emit: Tensor, frames: Tensor, counts: Ten
         emit: log-probability of character u + 1 at (t, u), `(B, T, U)`.
         frames, counts: valid frames and characters of each item, `(B,)`.
 
+    An item without frames has no alignment: minus infinity.
     Errors: ValueError for shapes that do not fit.
     Source: Graves 2012, equations 16 to 18; anti-diagonals: Bagby et al. 2018.
 
@@ -113,8 +114,9 @@ def transducer_log_prob(blank: Tensor, emit: Tensor, frames: Tensor, counts: Ten
         alpha = torch.where((u <= n) & (n - u < length), alpha, 0)
         diagonals.append(alpha)
     rows = torch.arange(batch, device=blank.device)
-    ends = torch.stack(diagonals, 1)[rows, frames - 1 + counts, counts]
-    return ends + blank[rows, frames - 1, counts]
+    before = (frames - 1).clamp(min=0)
+    ends = torch.stack(diagonals, 1)[rows, before + counts, counts]
+    return torch.where(frames > 0, ends + blank[rows, before, counts], -torch.inf)
 
 
 class Transducer(nn.Module):

@@ -236,12 +236,15 @@ VECTORS = [
     ((1, 3, 2, 1, 1), 5, (1, 1, 1, 1, 1)),
     ((2.5, 2.5, 2.5, 2.5), 10, (3, 2, 3, 2)),
     ((0, 0, 0), 10, (3, 4, 3)),
+    ((1e308, 1e308), 5, (3, 2)),
+    ((5e-324, 5e-324), 5, (3, 2)),
 ]
 
 
 @pytest.mark.parametrize("widths, total, expected", VECTORS)
 def test_vectors_of_durations(widths, total, expected):
-    assert integer_durations(torch.tensor([widths]), torch.tensor([total]))[0].tolist() == list(expected)
+    widths = torch.tensor([widths], dtype=torch.float64)
+    assert integer_durations(widths, torch.tensor([total]))[0].tolist() == list(expected)
 
 
 def checks(rounding) -> bool:

@@ -174,6 +174,14 @@ def test_a_text_is_itself_in_a_batch_and_its_search_finds_its_probability():
         narrow, model.search(h, frames, Search(beam=200)), strict=True))
 
 
+def test_an_item_without_frames_has_no_alignment():
+    blank, emit = (side.requires_grad_() for side in lattice(4, 3))
+    blank, emit = blank.expand(2, -1, -1), emit.expand(2, -1, -1)
+    found = transducer_log_prob(blank, emit, torch.tensor([4, 0]), torch.tensor([3, 2]))
+    assert found[1] == -torch.inf and found[0].isfinite()
+    assert all(slope.isfinite().all() for slope in torch.autograd.grad(found[0] + found[1].exp(), (blank, emit)))
+
+
 def test_shapes_that_do_not_fit_are_refused():
     blank, emit = lattice(4, 3)
     with pytest.raises(ValueError, match="emit must be"):
