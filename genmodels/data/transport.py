@@ -37,7 +37,7 @@ class Transported(Dataset):
         >>> ends = TensorData(torch.arange(4.0)[:, None]), TensorData(10 + torch.arange(3.0)[:, None])
         >>> split = Transported(*ends, [torch.arange(3)], torch.arange(4))
         >>> split.__getitems__([0, 1, 2, 3]).source.flatten()
-        tensor([10., 10.])
+        tensor([11., 10., 12., 10.])
     """
 
     def __init__(

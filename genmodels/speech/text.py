@@ -17,10 +17,9 @@ from genmodels.core.errors import InputError, as_input_errors, one_of
 
 #: Typographic variants and the characters in the table of symbols.
 _TYPOGRAPHY = str.maketrans({
-    "\u2018": "'", "\u2019": "'", "\u02bc": "'", "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"',
-    "\u00bb": '"', "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-",
-    "\u2026": "...", "\u00df": "ss", "\u00e6": "ae", "\u00f8": "o", "\u0153": "oe", "\u0142": "l", "\u00f0": "d",
-    "\u00fe": "th", "\u00d7": " times ", "&": " and ",
+    **dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"), "\u2026": "...", "\u00df": "ss", "\u00e6": "ae",
+    "\u00f8": "o", "\u0153": "oe", "\u0142": "l", "\u00f0": "d", "\u00fe": "th", "\u00d7": " times ", "&": " and ",
 })  # fmt: skip
 
 _ABBREVIATIONS = {
@@ -30,6 +29,7 @@ _ABBREVIATIONS = {
     "etc": "et cetera",
 }  # fmt: skip
 _ABBREVIATED = re.compile(rf"(?<![a-z])(?!(?<=\d)st)({'|'.join(_ABBREVIATIONS)})\.(?!\w|\s?\.)")
+_FEET = re.compile(r"([\d.,]*\d|\bhalf|\bquarters?)(-|\s*)ft\b\.?(?!\.)")  # not a fort
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 #: Initials, and abbreviations that stand before a name or a number: none is at the end of a sentence.
@@ -42,13 +42,16 @@ _SENTENCE_END = re.compile(
 _FRACTIONS = {"\u00bd": "a half", "\u00bc": "a quarter", "\u00be": "three quarters"}
 _FRACTION = re.compile(rf"(\d\s?)?([{''.join(_FRACTIONS)}])")
 _RAISED = "[\u2070\u00b9\u00b2\u00b3\u2074-\u207f]"
-_POWER = re.compile(f"(?<!{_RAISED})[\u00b2\u00b3](?!{_RAISED})")
+_SIGNS = {"\u00b2": " squared ", "\u00b3": " cubed ", "\u2116": " number "}
+_SIGN = re.compile(f"(?<!{_RAISED})[{''.join(_SIGNS)}](?!{_RAISED})")
 _MONEY = {"$": ("dollar", "cent", "cents"), "\u00a3": ("pound", "penny", "pence"), "\u20ac": ("euro", "cent", "cents")}
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
-_AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|thousand|million|billion|trillion)\b)?")
+_SCALES = {"k": "thousand", "m": "million", "b": "billion", "bn": "billion", "tn": "trillion"}
+_AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?"
+                     r"(?:\s*(hundred|thousand|million|billion|trillion|[bt]n|(?<=\d)[kmb])\b)?")
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
-#: Decades; the apostrophe of `'90s` stands for the century.
-_DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
+#: Decades, where the apostrophe of `'90s` stands for the century, and `100s of people`.
+_DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0|100|1,?000))s\b")
 _CLOCK = re.compile(r"\b([0-2]?\d):([0-5]\d)(?::([0-5]\d)(?![.:]?\d))?(?!\d)(?=(\s?[ap]\.?m\b)?)")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?(?=('s\b)?)")
 
@@ -60,8 +63,7 @@ def normalise(text: str, language: str = "en") -> str:
     without comma, as years, and `1990s` and `'90s` as decades.
 
     Raises:
-        ValueError: for text without a letter, or with numbers if num2words is not installed or does not support the
-            language.
+        ValueError: for text without a letter, or with numbers if num2words is missing or does not know the language.
 
     Example:
         >>> normalise("Caf\\u00e9\\u2019s   Mr. Smith")
@@ -69,13 +71,14 @@ def normalise(text: str, language: str = "en") -> str:
     """
     if language.startswith("en"):
         text = _FRACTION.sub(lambda match: f"{match[1] + ' and' if match[1] else ''} {_FRACTIONS[match[2]]} ", text)
-        text = _POWER.sub(lambda match: " squared " if match[0] == "\u00b2" else " cubed ", text)
+        text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
     # Raised digits, those in circles and fractions stand apart from a number before them: 10^2 is not 102.
     found = re.sub(r"[\u2120\u2122]|(?<=\d)(?=\w)", lambda at: " " * (not at[0] and unicodedata.category(
         text[at.start()]) == "No"), text)  # trade marks are left out
     found = unicodedata.normalize("NFKC", found).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
+    found = _FEET.sub(lambda at: at[1] + (at[2] or " ") + ("foot" if at[1] == "1" or at[2] == "-" else "feet"), found)
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
     found = re.sub(r"(?<![\w.,)%-])-(?=[\d$\u00a3\u20ac])", "minus ", found)
     found = _read_numbers(found, language) if any(c.isdigit() for c in found) else found
@@ -106,9 +109,9 @@ def _read_numbers(text: str, language: str) -> str:
         return re.sub(r"\band ", "", spelt).replace(",", "") if english else spelt
 
     def amount(match: re.Match) -> str:
-        (whole, cent, cents), decimals = _MONEY[match[1]], match[3] or ""
-        if match[4] or len(decimals) not in (0, 3):  # $1.5 million, $0.125
-            return f"{words(match[2] + decimals)}{match[4] or ''} {whole}s"
+        (whole, cent, cents), decimals, scale = _MONEY[match[1]], match[3] or "", match[4] or ""
+        if scale or len(decimals) not in (0, 3):  # $1.5 million, $0.125
+            return f"{words(match[2] + decimals)} {_SCALES.get(scale, scale)} {whole}s"
         spelt = f"{words(match[2])} {whole}{'' if match[2] == '1' else 's'}"
         small = int(decimals[1:] or 0)
         return f"{spelt} {words(str(small))} {cent if small == 1 else cents}" if small else spelt
@@ -118,7 +121,7 @@ def _read_numbers(text: str, language: str) -> str:
         return f" {words(match[0], 'year' if year else 'cardinal')}{'' if match[1] else ' '}"  # apart from letters
 
     def decade(match: re.Match) -> str:
-        spelt = words(match[1], "year") if match[1] else words(match[2])
+        spelt = words(match[1], "year") if match[1] else words(match[2]).removeprefix("one ")
         return f"{spelt[:-1]}ies" if spelt.endswith("y") else f"{spelt}s"
 
     def clock(match: re.Match) -> str:
@@ -364,8 +367,7 @@ def _number(text: str) -> float:
 def factors_of(text: str, normal_form: Callable[[str], str]) -> list[float]:
     """The duration factor of each character of a text's normal form; a space belongs to the word before it.
 
-    The content of a mark is counted in words of the normal form, because a number becomes several words and phonemes
-    depend on their neighbours.
+    The content of a mark is counted in words, because numbers become several and phonemes depend on their neighbours.
 
     Arguments:
         text: with marks.
@@ -426,8 +428,7 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
     A pause within a sentence splits it. Marks `[slow]...[/slow]` are kept in each sentence that they span.
 
     Raises:
-        InputError: for a mark that is not a number of seconds, or has no text before or after it, and for `[slow]`
-            without an end.
+        InputError: for a mark that is not a number of seconds or has no text on a side, and `[slow]` without an end.
 
     Example:
         >>> phrases("One. Two, [pause=0.7] three.", 0.2)

@@ -150,7 +150,15 @@ READINGS = {
     "No. 7, no.": "number seven, no.",
     ".5 or -.25 of it, end.5": "zero point five or minus zero point two five of it, end. five",
     "$.50, US$5 ($2.00 more)": "zero dollars fifty cents, us five dollars (two dollars more)",
-    "a $5m (5) $9-a-day plan": "a five dollars m (five) nine dollars-a-day plan",
+    "a $5m (5) $9-a-day plan": "a five million dollars (five) nine dollars-a-day plan",
+    "$1M, \u00a35k, $1.5bn or \u20ac2 tn.": "one million dollars, five thousand pounds, one point five billion dollars "
+                                  "or two trillion euros.",
+    "$5 m, $5mm": "five dollars m, five dollars mm",
+    "He is 6 ft. tall, 5\u00bd ft, a 10-ft. pole": "he is six feet tall, five and a half feet, a ten-foot pole",
+    "1 ft., 11ft, 1,001 ft. to Ft. Worth": "one foot, eleven feet, one thousand one feet to fort worth",
+    "\u2116 5, (\u21167), m\u00b2": "number five, (number seven), m squared",
+    "100s of people, 1000s and 1,000s, 2,100s": "hundreds of people, thousands and thousands, "
+                                                 "two thousand one hundred s",
 }
 
 
