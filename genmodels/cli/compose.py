@@ -22,17 +22,18 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.schema import Schema
+from genmodels.cli.signatures import target
 from genmodels.core.checkpoint import read_header
 from genmodels.core.errors import InputError, hint, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups, in_hydra, quoted
-from genmodels.models.build import NETWORKS
+from genmodels.models.build import NETWORKS, TARGET
 from genmodels.training.processes import launch
 
 
@@ -60,7 +61,7 @@ class Composer:
         parser = OverridesParser.create(config_loader=self.hydra.config_loader)
         try:
             words = [self._open(word) for word in parser.parse_overrides([in_quotes(word) for word in overrides])]
-            return parser.parse_overrides([part for word in words for part in _network(word)])
+            return parser.parse_overrides(self._with_network(parser.parse_overrides(words)))
         except OverrideParseException as error:
             raise InputError(_unreadable(error.override)) from error
 
@@ -79,6 +80,27 @@ class Composer:
             if override.value() not in options:
                 raise InputError(_no_option(key, str(override.value()), options))
         return word
+
+    def _with_network(self, opened: list[Override]) -> list[str]:
+        """The words, with the class for `model.net=dit` and the like; a preset's options for another are left out.
+
+        Those of other words stay, before it and after. A sweep over networks starts each of them without a preset's.
+        """
+        words = [override.input_line for override in opened]
+        named = {i: names for i, override in enumerate(opened) if (names := _networks(override))}
+        if not named:
+            return words
+        for i, names in named.items():
+            words[i] = f"++model.net._target_={','.join(NETWORKS[name] for name in names)}"
+        wanted = [NETWORKS[name] for name in named[max(named)]]
+        rest = [o.input_line for o in opened if not f"{o.key_or_group}.".startswith("model.net.")
+                and not o.is_sweep_override() and not o.is_hydra_override()]  # fmt: skip
+        net = (self.plain(rest).get("model") or {}).get("net") if len(wanted) == 1 else None
+        if isinstance(net, dict) and wanted == [net.get(TARGET, *wanted)]:
+            # Options without a class are of the default one, which alone takes them all.
+            if {*net} <= {TARGET, *target(*wanted).keys}:
+                return words
+        return ["++model.net=null", *words]
 
     def compose(self, overrides: list[str]) -> dict:
         """The checked configuration of one run.
@@ -264,17 +286,11 @@ def _words(override: Override) -> list[str]:
     return [f"{key}={override.get_value_element_as_str()}"]
 
 
-def _network(word: str) -> list[str]:
-    """The words for `model.net=dit` and the like: options that a preset has for another network are left out.
-
-    Example:
-        >>> _network("++model.net=dit")
-        ['++model.net=null', '++model.net._target_=genmodels.nn.dit.DiT']
-    """
-    key, _, value = word.partition("=")
-    if key.lstrip("+") != "model.net" or value not in NETWORKS:
-        return [word]
-    return ["++model.net=null", f"++model.net._target_={NETWORKS[value]}"]
+def _networks(override: Override) -> list[str]:
+    """The names of networks that `model.net=dit`, or a sweep over several, gives; empty for any other word."""
+    value = override.value() if override.key_or_group == "model.net" else None
+    names = value.list if isinstance(value, ChoiceSweep) else [value]
+    return names if all(isinstance(name, str) and name in NETWORKS for name in names) else []
 
 
 def _no_option(group: str, name: str, options: list[str]) -> str:

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hydra import compose as hydra_compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from genmodels.cli.compose import composer
+from genmodels.cli.compose import composer, words_by_name
 from genmodels.cli.schema import Schema
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.files import CONFIG_DIR, groups, in_hydra, literal, quoted
-from genmodels.models.build import build
+from genmodels.models.build import NETWORKS, build
 
 GROUPS = groups()
 REQUIRED = {
@@ -113,8 +114,29 @@ def test_a_network_by_its_name_leaves_the_presets_options_of_another_out():
     assert "takes" in line("model.net=dit", "model.net.multipliers=[1]") and "DiT" in line("model.net=dot")
     with composer("train") as hydra:
         assert len(hydra.points(["model.net=dit,unet"])) == 2
+        points = hydra.points(["model.net.dropout=0.2", "model.net=dit,unet"])  # as they are passed on to Hydra itself
+        for words, name in zip(points, ("dit.DiT", "unet.UNet"), strict=True):
+            whole = OmegaConf.to_container(hydra_compose("train", words).model.net)
+            assert whole == {"_target_": f"genmodels.nn.{name}", "dropout": 0.2}
     swept = {"model": {"_target_": "genmodels.models.ddpm.DDPM", "net": "dit"}, "data": {}}
     assert Schema("genmodels.cli.train.run").check(swept)["model"]["net"] == net
+
+
+def test_a_network_by_its_name_keeps_the_words_before_it():
+    given = {"_target_": "genmodels.nn.dit.DiT", "patch": 4}
+    assert compose("model.net.patch=4", "model.net=dit")["model"]["net"] == given
+    with composer("train") as hydra:
+        words = words_by_name(hydra, ["model=ddpm"], {"data": "digits", "patch": 4, "net": "dit"})
+        assert hydra.compose(words)["model"]["net"] == given
+
+
+@pytest.mark.parametrize("choice, name", [
+    (["model=ddpm"], "unet"), (["model=masked_diffusion"], "unet"), (["model=ddpm", "data=toy"], "mlp")])  # fmt: skip
+def test_the_network_that_is_chosen_already_keeps_the_presets_options(choice, name):
+    preset = compose(*choice)["model"]["net"]
+    assert len(preset) > 1
+    for words in [f"model.net={name}", "model.net.dropout=0.3"], ["model.net.dropout=0.3", f"model.net={name}"]:
+        assert compose(*choice, *words)["model"]["net"] == {**preset, "_target_": NETWORKS[name], "dropout": 0.3}
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
