@@ -336,11 +336,12 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     parts = [Path(name).parts for name in files]
     tops = [SPLIT_NAMES.get(part[0].lower()) if len(part) > 1 else None for part in parts]
     # Folders of pictures alone may be classes of these names: a train and a plane.
-    if None in tops and {"train"} < {*tops} - {None}:
+    nested = any(top and len(part) > 2 for top, part in zip(tops, parts, strict=True))
+    if None in tops and (nested or {"train"} < {*tops} - {None}):
         other, named = parts[tops.index(None)][0], ", ".join(sorted({*tops} - {None}))
         if any(len(part) != 2 for part in parts):
             raise InputError(f"{other!r} lies next to the folders of the splits ({named}), which would be mixed: move "
-                             "it elsewhere, or into one of them")
+                             "it elsewhere, or into one of them, or rename these if they are classes")
         print(f"{named} are classes here and not splits, because of {other!r} next to them")
     given = None not in tops and "train" in tops and (len(set(tops)) > 1 or any(len(part) > 2 for part in parts))
     splits = torch.tensor([SPLITS.index(top) for top in tops]) if given else None

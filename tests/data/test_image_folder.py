@@ -383,6 +383,24 @@ def test_what_lies_beside_given_splits_is_refused(tmp_path, stray, refuses):
     refuses(InputError, said, ImageFolder(root=str(tmp_path), size=8).prepare)
 
 
+@pytest.mark.parametrize("split", ["train", "Test"])
+def test_what_lies_beside_a_single_split_is_refused(tmp_path, split, refuses):
+    for number, name in enumerate([f"{split}/a/0.png", f"{split}/b/1.png", "extra/2.png"]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(number, (8, 8)).save(tmp_path / name)
+    said = f"'extra' lies next to the folders of the splits .{split.lower()}."
+    refuses(InputError, said, ImageFolder(root=str(tmp_path), size=8).prepare)
+
+
+def test_a_class_of_trains(tmp_path):
+    for number in range(20):
+        file = tmp_path / ("plane", "train")[number % 2] / f"{number}.png"
+        file.parent.mkdir(exist_ok=True)
+        picture(number, (8, 8)).save(file)
+    module = ImageFolder(root=str(tmp_path), size=8)
+    assert module.prepare().spec.class_names == ("plane", "train")
+
+
 @pytest.mark.parametrize("names", [("train", "val", "test"), ("train", "valid"), ("train", "dev"),
                                    ("Training", "Testing")])
 @pytest.mark.parametrize("cache", ["memory", "none"])
