@@ -284,6 +284,8 @@ def spoken_at(state: EvaluationState, key: str) -> list[SpokenAt] | None:
     opened, values = state.opened, {"temperature": _TEMPERATURES, "steps": _STEPS}[key]
     if not opened.model.generates or not opened.model.takes(key):
         return None
+    if key == "steps" and hasattr(opened.model, "fewest_steps"):
+        values = sorted({max(value, opened.model.fewest_steps(opened.request.sampler)) for value in values})
     audible = find_spec("librosa") is not None
 
     def compute() -> dict:

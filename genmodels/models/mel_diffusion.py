@@ -182,6 +182,10 @@ class MelDiffusion(AlignedModel):
             self.time_sampler = objective.time_sampler  # registered, so that checkpoints hold its history
         self.assemble(core)
 
+    def fewest_steps(self, sampler: str | None = None) -> int:
+        """The least number of steps of a sampler, None for the default one."""
+        return _FEWEST if (sampler or self.default_sampler) == _LANGEVIN else 1
+
     def compiled_parts(self) -> list[nn.Module]:
         """The modules for torch.compile: the network."""
         return [self.core.denoiser.net.unet]

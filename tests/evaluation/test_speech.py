@@ -11,6 +11,7 @@ import torch
 
 from genmodels.data.clips import read_clips
 from genmodels.data.speech import Speech
+from genmodels.diffusion import CosineSchedule
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.features import Cache, key_of
@@ -18,7 +19,9 @@ from genmodels.evaluation.report import Skipped, SpeechFigures, plain
 from genmodels.evaluation.samples import playable
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.mel_diffusion import langevin_levels
 from genmodels.models.recognizer import Recognizer
+from genmodels.models.text_to_mel import MelEnergy
 from genmodels.report.quality import transcripts
 from genmodels.speech.alignment import Alignment
 from genmodels.speech.audio import read_wav
@@ -237,6 +240,25 @@ def test_the_pitch_is_that_of_the_vocoded_sound(data, monkeypatch):
     assert [one.pitch.rmse for one in swept] == pytest.approx([4 * one.value for one in swept], abs=1e-3)
     assert "temperature 0.333, 3 texts: distortion" in speech_stage.spoken_at_notes(swept)[1]
     assert speech_stage.spoken_at(frame, "steps") is None
+
+
+def test_a_sweep_over_steps_begins_with_the_fewest_of_the_sampler(data, monkeypatch):
+    asked = []
+
+    class Climber(Parrot):
+        generates, takes = True, staticmethod(lambda key: key in ("steps", "sampler"))
+        default_sampler, fewest_steps = "annealed_langevin", MelEnergy.fewest_steps
+
+        def sample(self, n, cond=None, *, steps, sampler=None, **options):
+            langevin_levels(CosineSchedule(), steps if sampler is None else None)  # raises if there are too few
+            asked.append(steps)
+            return super().sample(n, cond, **options)
+
+    own = Opened(None, Climber(data), {}, data, Request(samples=2), 2)
+    frame = SimpleNamespace(opened=own, once=lambda stage, settings, compute: compute(), sampling_settings=dict)
+    assert [one.value for one in speech_stage.spoken_at(frame, "steps")] == [10, 20] == sorted({*asked})
+    own.request = replace(own.request, sampler="dpmpp_2m")
+    assert [one.value for one in speech_stage.spoken_at(frame, "steps")] == [2, 4, 10, 20]
 
 
 def test_pitch_that_cannot_be_measured_is_said(data, monkeypatch):
