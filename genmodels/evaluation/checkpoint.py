@@ -79,7 +79,7 @@ class Request(SearchOptions):
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
         recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
         nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
-        checks: default (at most a minute) or full.
+        checks: default (about a minute, ten seconds of a part of a split) or full (an hour).
         rank: rank lines within each kind of likelihood, or across kinds, with a note on how each kind may err.
         batch_size: items per batch.
         processes: processes that share the items and the samples.

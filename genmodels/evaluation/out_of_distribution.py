@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, hint, progress_bar
+from genmodels.core.errors import InputError, counted, hint, progress_bar
 from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
@@ -305,9 +305,11 @@ class OtherDataStage:
                 for one, data in ((own, self.state.opened.datamodule), (found, other))), paired=paired)
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two items"]
-        total = len(other.split(self.state.request.split))
-        others += [f"{len(found):,} of {total:,} items, chosen at random"] if len(found) < total and not paired else []
-        said = "; ".join([sentence(name, area, error, found.kind, self.state.request.split), *others])
+        total, split = len(other.split(self.state.request.split)), self.state.request.split
+        drawn = f"{len(found):,} of {total:,} items, chosen at random"
+        whole = f"all {counted(total, 'item')} of its {split} split"
+        others += [] if paired else [drawn if len(found) < total else whole]
+        said = "; ".join([sentence(name, area, error, found.kind, split), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 
 

@@ -20,6 +20,7 @@ COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind"
            "kernel distance", "precision", "recall", "evaluations", "samples/s"]
 #: Measures of samples, each with its error: key in a report, column of table.csv.
 MEASURES = (("frechet", "frechet"), ("kernel", "kernel_distance"), ("precision", "precision"), ("recall", "recall"))
+_BATCH = 64  # items in a batch for samples/s, unless there are fewer
 _DISTANCES = {"frechet": "Fréchet distance", "kernel": "kernel distance"}
 #: How a value of each kind may err, for ranks across kinds.
 ERRS = {
@@ -397,6 +398,7 @@ def _on_model(report: Report) -> list[str]:
         latency = sampling.latency
         peak = sampling.peak_memory
         memory = "" if peak is None else f", peak memory of the process {peak / 2**20:.0f} MiB"
+        memory += "" if sampling.batch_size == _BATCH else f", samples/s in batches of {sampling.batch_size}"
         notes.append(f"one sample after {latency['p50']:.3f} s (95 %: {latency['p95']:.3f} s){memory}; "
                      f"{sampling.context}")
     if checks:

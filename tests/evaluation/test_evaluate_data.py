@@ -210,6 +210,9 @@ def test_other_data_in_order_are_not_read_from_their_beginning(digits, tmp_path)
     assert "40 of 200 items, chosen at random" in found["said"]
     black = (np.load(tmp_path / "r.npz")["ood_0_nats"] > -150).sum()
     assert 10 < black < 30
+    whole = evaluate(f"ckpt={digits}", "ood=arrays", f"ood_data.file={tmp_path}/other.npz", "ood_data.levels=17",
+                     "stages=[likelihood]", f"out={tmp_path}/r.json", cwd=tmp_path)[0]
+    assert "all 200 items of its test split" in whole
 
 
 def test_values_that_are_no_values_of_the_data_are_named(gaussians, tmp_path):

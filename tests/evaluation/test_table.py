@@ -19,6 +19,7 @@ from genmodels.evaluation.report import (
     Fidelity,
     Reference,
     Report,
+    SamplingCost,
     Utterance,
 )
 from genmodels.evaluation.table import Table, _rate, make_table, measured, same_items
@@ -61,6 +62,15 @@ def table_of(*pairs: tuple[str, torch.Tensor], **options) -> Table:
 
 def test_slow_samples_are_not_shown_as_none():
     assert [_rate(value) for value in (1234.56, 1.0, 0.0312, 0.00004)] == ["1234.6", "1.0", "0.031", "4e-05"]
+
+
+@pytest.mark.parametrize(("size", "said"), [(64, False), (16, True)])
+def test_small_batches_of_the_samples_per_second_are_named(size, said):
+    one, values = report("a.ckpt", line("exact", nats(-100))), {"nats_0": nats(-100)}
+    one.sampling = SamplingCost(
+        sampler=None, steps=None, evaluations=1, samples_per_second=9.0, batch_size=size, seed=0, seconds=1.0,
+        latency={"p50": 0.1, "p95": 0.2, "n": 3}, peak_memory=None, context="cpu")
+    assert ("samples/s in batches of 16" in " ".join(make_table([one], [values]).notes)) == said
 
 
 def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
