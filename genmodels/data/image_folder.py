@@ -338,7 +338,8 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     # Folders of pictures alone may be classes of these names: a train and a plane.
     nested = any(top and len(part) > 2 for top, part in zip(tops, parts, strict=True))
     if None in tops and (nested or {"train"} < {*tops} - {None}):
-        other, named = parts[tops.index(None)][0], ", ".join(sorted({*tops} - {None}))
+        other = parts[tops.index(None)][0]
+        named = ", ".join(sorted({part[0] for part, top in zip(parts, tops, strict=True) if top}))
         if any(len(part) != 2 for part in parts):
             raise InputError(f"{other!r} lies next to the folders of the splits ({named}), which would be mixed: move "
                              "it elsewhere, or into one of them, or rename these if they are classes")

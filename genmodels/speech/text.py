@@ -25,9 +25,8 @@ _TYPOGRAPHY = str.maketrans({
 _ABBREVIATIONS = {
     "mr": "mister", "mrs": "missis", "dr": "doctor", "st": "saint", "co": "company", "jr": "junior", "sr": "senior",
     "maj": "major", "gen": "general", "capt": "captain", "lt": "lieutenant", "col": "colonel", "sgt": "sergeant",
-    "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus",
-    "etc": "et cetera",
-}  # fmt: skip
+    "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus", "etc":
+    "et cetera"}  # fmt: skip
 _ABBREVIATED = re.compile(rf"(?<![a-z])(?!(?<=\d)st)({'|'.join(_ABBREVIATIONS)})\.(?!\w|\s?\.)")
 _FEET = re.compile(r"([\d.,]*\d|\bhalf|\bquarters?)(-|\s*)ft\b\.?(?!\.)")  # not a fort
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
@@ -71,14 +70,14 @@ def normalise(text: str, language: str = "en") -> str:
     """
     if language.startswith("en"):
         text = _FRACTION.sub(lambda match: f"{match[1] + ' and' if match[1] else ''} {_FRACTIONS[match[2]]} ", text)
-        text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
+        text = re.sub(r"\bFt\.(?=\s[A-Z])", "Fort", _SIGN.sub(lambda match: _SIGNS[match[0]], text))
     # Raised digits, those in circles and fractions stand apart from a number before them: 10^2 is not 102.
     found = re.sub(r"[\u2120\u2122]|(?<=\d)(?=\w)", lambda at: " " * (not at[0] and unicodedata.category(
         text[at.start()]) == "No"), text)  # trade marks are left out
     found = unicodedata.normalize("NFKC", found).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
     found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
     found = re.sub(r"(?<![\w.,])\.(?=\d)", "0.", _NUMBERED.sub("number ", found))
-    found = _FEET.sub(lambda at: at[1] + (at[2] or " ") + ("foot" if at[1] == "1" or at[2] == "-" else "feet"), found)
+    found = _FEET.sub(lambda at: f"{at[1]}{at[2] or ' '}f{'oo' if at[2] == '-' or at[1] == '1' else 'ee'}t", found)
     found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
     found = re.sub(r"(?<![\w.,)%-])-(?=[\d$\u00a3\u20ac])", "minus ", found)
     found = _read_numbers(found, language) if any(c.isdigit() for c in found) else found

@@ -217,7 +217,7 @@ def denoiser_in_training(s: DenoiserSubject) -> Measured:
         x = s.x.clone().requires_grad_()
         found = {"": replace(own, x=x).predict().x0}
         if hasattr(s.denoiser, "at_log_snr"):
-            found["at its log-SNR"] = own.denoiser.at_log_snr(x, s.denoiser.schedule.log_snr(s.t), s.cond).x0
+            found["at its log-SNR"] = own.denoiser.at_log_snr(x, own.denoiser.schedule.log_snr(s.t), s.cond).x0
         leaves = [x, *(p for p in own.denoiser.parameters() if p.requires_grad)]
         found |= {f"gradients {name}": torch.cat([slope.flatten() for slope in slopes_of(x0.square().sum(), leaves)])
                   for name, x0 in list(found.items())}

@@ -139,6 +139,14 @@ def test_the_network_that_is_chosen_already_keeps_the_presets_options(choice, na
         assert compose(*choice, *words)["model"]["net"] == {**preset, "_target_": NETWORKS[name], "dropout": 0.3}
 
 
+def test_a_network_by_its_name_after_none_or_among_the_points_of_a_sweep():
+    assert compose("~model.net", "model.net=unet")["model"]["net"] == {"_target_": NETWORKS["unet"]}
+    with composer("train") as hydra:
+        for words in ["data=digits,toy", "model.net=dit"], ["preset=ddpm_digits,ddpm_toy", "model.net=dit"]:
+            nets = [hydra.compose(point)["model"]["net"] for point in hydra.points(["model=ddpm", *words])]
+            assert nets == 2 * [{"_target_": NETWORKS["dit"]}]
+
+
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_hydras_own_prefixes_mean_the_same(prefix):
     assert compose(f"{prefix}data.batch_size=3")["data"]["batch_size"] == 3

@@ -388,7 +388,7 @@ def test_what_lies_beside_a_single_split_is_refused(tmp_path, split, refuses):
     for number, name in enumerate([f"{split}/a/0.png", f"{split}/b/1.png", "extra/2.png"]):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         picture(number, (8, 8)).save(tmp_path / name)
-    said = f"'extra' lies next to the folders of the splits .{split.lower()}."
+    said = f"'extra' lies next to the folders of the splits .{split}."
     refuses(InputError, said, ImageFolder(root=str(tmp_path), size=8).prepare)
 
 

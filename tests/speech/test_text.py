@@ -155,6 +155,7 @@ READINGS = {
                                   "or two trillion euros.",
     "$5 m, $5mm": "five dollars m, five dollars mm",
     "He is 6 ft. tall, 5\u00bd ft, a 10-ft. pole": "he is six feet tall, five and a half feet, a ten-foot pole",
+    "In 1850 Ft. Sumter was built": "in eighteen fifty fort sumter was built",
     "1 ft., 11ft, 1,001 ft. to Ft. Worth": "one foot, eleven feet, one thousand one feet to fort worth",
     "\u2116 5, (\u21167), m\u00b2": "number five, (number seven), m squared",
     "100s of people, 1000s and 1,000s, 2,100s": "hundreds of people, thousands and thousands, "

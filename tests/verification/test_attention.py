@@ -26,6 +26,26 @@ def test_a_mutant_fails_exactly_its_checks(name):
     assert set(report.failed) == MUTANTS[name].failing, str(report)
 
 
+class TwoLayers(nn.Module):
+    """What a query sees in the second layer has seen other keys in the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x, mask=None):
+        pairs, ends = (mask, None) if mask is None or mask.dim() == 2 else (None, mask[:, 0])
+        for layer in self.layers:
+            x = layer(x, x, x, attn_mask=None if pairs is None else ~pairs,
+                      key_padding_mask=None if ends is None else ~ends, need_weights=False)[0]
+        return x
+
+
+def test_layers_that_follow_layers_keep_masks_of_pairs():
+    report = check(TwoLayers(), 8, capabilities=["unordered", "full"], compiler=None, only=["masks of pairs"])
+    assert report.passed and report["masks of pairs"].status == PASSED, str(report)
+
+
 def test_every_check_has_a_mutant():
     assert set().union(*(mutant.failing for mutant in MUTANTS.values())) == set(CHECKS.specs)
 

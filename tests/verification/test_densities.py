@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from genmodels.diffusion import SCHEDULES, DiscreteSchedule, NoiseSchedule
-from genmodels.energy import Energy
+from genmodels.energy import Energy, EnergyFunction
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
-from genmodels.verification.check import PASSED
+from genmodels.verification.check import NOT_VERIFIED, PASSED
 from genmodels.verification.densities import ENERGY_CHECKS, SCHEDULE_CHECKS, check_energy, check_schedule
 from tests.mutants.densities import MUTANTS
 
@@ -47,6 +47,30 @@ def test_energies_with_an_integral_fall_off_in_many_dimensions(make, shape):
                                          (lambda: EnergyConv((1, 8, 8)), (1, 8, 8))])
 def test_energies_of_networks_pass_the_checks(make, shape):
     check_energy(Energy(make()), shape).raise_if_failed()
+
+
+class Kinked(EnergyFunction):
+    """Piecewise linear beside a bowl, of any size; keeps its last energies."""
+
+    def __init__(self, size=1.0):
+        super().__init__()
+        kinds = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten()
+        self.net, self.size = nn.Sequential(*kinds, nn.Linear(1024, 1)), size
+
+    def energy(self, x, cond=None):
+        self.last = self.net(x)[:, 0] + self.size * x.flatten(1).square().sum(1)
+        return self.last
+
+
+@pytest.mark.parametrize("size", [1.0, 1e5])
+def test_gradients_of_scores_with_kinks_and_of_large_ones_are_right(size):
+    torch.manual_seed(0)
+    assert not check_energy(Kinked(size), (1, 8, 8)).failed
+
+
+def test_lost_digits_of_scores_are_not_verified():
+    report = check_energy(Kinked(1e15), (1, 8, 8))
+    assert not report.failed and report["gradients of the score"].status == NOT_VERIFIED
 
 
 class Ends(NoiseSchedule):

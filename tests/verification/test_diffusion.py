@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.diffusion import PARAMETERISATIONS, CosineSchedule, Denoiser, HeunSampler, V
+from genmodels.diffusion import PARAMETERISATIONS, CosineSchedule, Denoiser, HeunSampler, LearnedSchedule, V
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.verification.diffusion import DENOISER_CHECKS, SAMPLER_CHECKS, check_denoiser, check_sampler
 from tests.diffusion.table import INSTANCES
@@ -46,6 +46,10 @@ def test_every_parameterisation_passes_the_checks(name):
     net = UNet((1, 8, 8), 10, channels=8, multipliers=[1, 2])
     denoiser = Denoiser(net, CosineSchedule(), PARAMETERISATIONS[name]())
     check_denoiser(denoiser, (1, 8, 8), cond=torch.arange(5)).raise_if_failed()
+
+
+def test_a_learned_schedule_passes_the_checks():
+    check_denoiser(Denoiser(MLPDenoiser((2,)), LearnedSchedule(), V()), (2,)).raise_if_failed()
 
 
 def test_a_boolean_buffer_is_part_of_the_state():
