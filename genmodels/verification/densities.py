@@ -207,7 +207,7 @@ def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batc
     """The result of every check of an energy, on a copy in float64.
 
     Arguments:
-        energy: has `energy(x)` and `score(x)`.
+        energy: has `energy(x)` and `score(x)`, which score matching differentiates by the parameters.
         shape: event shape of x.
         seed, batch: of the points.
 
