@@ -93,19 +93,18 @@ class Composer:
         for i, names in named.items():
             words[i] = f"++model.net._target_={','.join(NETWORKS[name] for name in names)}"
         wanted = [NETWORKS[name] for name in named[max(named)]]
-        # What is left out, or differs between the points of a sweep, is not the network that is already chosen.
-        open_ = any(o.is_sweep_override() and o.key_or_group in ("model", "data", "preset", "experiment")
-                    for o in opened)  # fmt: skip
-        left_out = [i for i in range(min(named)) if words[i] == "~model.net"]
-        words = [word for i, word in enumerate(words) if i not in left_out]
+        kept = [word for i, word in enumerate(words) if i > min(named) or word != "~model.net"]
+        # Points of a sweep may have other presets.
+        chosen = len(wanted) == 1 and kept == words and not any(
+            o.is_sweep_override() and o.key_or_group in ("model", "data", "preset", "experiment") for o in opened)
         rest = [o.input_line for o in opened if not f"{o.key_or_group}.".startswith("model.net.")
                 and not o.is_sweep_override() and not o.is_hydra_override()]  # fmt: skip
-        net = (self.plain(rest).get("model") or {}).get("net") if len(wanted) == 1 and not (open_ or left_out) else None
+        net = (self.plain(rest).get("model") or {}).get("net") if chosen else None
         if isinstance(net, dict) and wanted == [net.get(TARGET, *wanted)]:
             # Options without a class are of the default one, which alone takes them all.
             if {*net} <= {TARGET, *target(*wanted).keys}:
                 return words
-        return ["++model.net=null", *words]
+        return ["++model.net=null", *kept]
 
     def compose(self, overrides: list[str]) -> dict:
         """The checked configuration of one run.

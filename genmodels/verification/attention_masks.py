@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from genmodels.nn.attention import Attention
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, worst
-from genmodels.verification.subject import training_twin
+from genmodels.verification.subject import slopes_of, training_twin
 
 #: Capabilities that a module may declare; each adds checks.
 CAPABILITIES = {
@@ -220,9 +220,7 @@ def _with_gradients(
     module, x = s.module if module is None else module, x.detach().requires_grad_()
     y = s.run(x, mask, module=module)
     y = y if mask is None else y.masked_fill(~mask[:, 0, :, None], 0)
-    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
-    found = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
-    return y.detach(), [torch.zeros_like(p) if g is None else g for g, p in zip(found, leaves, strict=True)]
+    return y.detach(), slopes_of(y.square().sum(), [x, *(p for p in module.parameters() if p.requires_grad)])
 
 
 @CHECKS.add("masks of pairs", 1e-10, "a mask of pairs hides from each query the keys that it marks, and no others")
@@ -230,26 +228,24 @@ def masks_of_pairs(s: AttentionSubject) -> Measured:
     """Against `reference`, else by the gradient of each output: none by hidden keys, one by those that are left."""
     if not s.has("full"):
         raise NotApplicable("full is not among its capabilities")
-    x, generator = s.draw(2), torch.Generator().manual_seed(s.seed)
+    generator = torch.Generator().manual_seed(s.seed)
     if s.reference is not None:
-        mask = torch.rand(s.length, s.length, generator=generator) < 0.6
+        x, mask = s.draw(2), torch.rand(s.length, s.length, generator=generator) < 0.6
         with torch.no_grad():
             return Measured(gap(s.run(x, mask), s.reference(s.module, x, mask, s.space)))
     # Two groups, each in an order: what a key of a query sees this query sees too, so that layers may follow layers.
     order, group = torch.randperm(s.length, generator=generator), torch.arange(s.length) % 3 > 0
     mask = (group[:, None] == group) & (order[:, None] >= order)
-    errors, before = {}, _seen(s, x, None)
-    for i, (seen, usual) in enumerate(zip(_seen(s, x, mask), before, strict=True)):
-        errors[f"query {i} sees hidden keys"] = float(seen[~mask[i]].max()) if not mask[i].all() else 0.0
-        lost = mask[i] & (usual > 0) & (seen == 0)
-        errors[f"query {i} sees too few"] = float(lost.any() and not s.has("piecewise"))
-    return worst(errors)
+    found = seen(s, mask)
+    lost = mask & (seen(s) > 0) & (found == 0)
+    return worst({"hidden keys are seen": float(found.masked_fill(mask, 0).max()),
+                  "keys that are left are not seen": float(lost.any() and not s.has("piecewise"))})
 
 
-def _seen(s: AttentionSubject, x: Tensor, mask: Tensor | None) -> Tensor:
+def seen(s: AttentionSubject, mask: Tensor | None = None) -> Tensor:
     """(L, L): the largest gradient of output i by input j."""
-    x = x.detach().requires_grad_()
-    rows = (s.run(x, mask) * s.draw(len(x), name=4)).sum((0, 2))
+    x = s.draw(2).requires_grad_()
+    rows = (s.run(x, mask) * s.draw(2, name=4)).sum((0, 2))
     return torch.stack([torch.autograd.grad(row, x, retain_graph=True)[0].abs().amax((0, 2)) for row in rows])
 
 

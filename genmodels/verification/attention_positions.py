@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.nn.attention import Position, TransformerXL
-from genmodels.verification.attention_masks import DOUBLE, AttentionSubject, gap
+from genmodels.verification.attention_masks import DOUBLE, AttentionSubject, gap, seen
 from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import worst
 
@@ -146,8 +146,8 @@ def causality(s: AttentionSubject) -> Measured:
     """By the gradient of each output with respect to the whole input."""
     _needs(s, "causal")
     errors = {}
-    for i, gradient in enumerate(_gradients(s)[:-1]):
-        errors[f"position {i} sees later ones"] = float(gradient[:, i + 1 :].abs().max())
+    for i, gradient in enumerate(seen(s)[:-1]):
+        errors[f"position {i} sees later ones"] = float(gradient[i + 1 :].max())
     return worst(errors)
 
 
@@ -158,21 +158,12 @@ def locality(s: AttentionSubject) -> Measured:
     if left is None and right is None:
         raise NotApplicable("its reach is unbounded")
     errors, last = {}, s.length - 1
-    for i, gradient in enumerate(_gradients(s)):
-        seen = gradient.abs().amax((0, 2))
+    for i, gradient in enumerate(seen(s)):
         first, end = (0 if left is None else max(i - left, 0)), (last if right is None else min(i + right, last))
-        outside = torch.cat([seen[:first], seen[end + 1 :]])
+        outside = torch.cat([gradient[:first], gradient[end + 1 :]])
         errors[f"position {i} sees beyond its reach"] = float(outside.max()) if len(outside) else 0.0
-        errors[f"position {i} does not see the ends of its reach"] = 0.0 if seen[first] > 0 and seen[end] > 0 else 1.0
+        errors[f"position {i} does not see the ends of its reach"] = float(not min(gradient[first], gradient[end]) > 0)
     return worst(errors)
-
-
-def _gradients(s: AttentionSubject) -> list[Tensor]:
-    """The gradient of each output position with respect to the whole input."""
-    x = s.draw(2).requires_grad_()
-    y, weights = s.run(x), s.draw(2, name=4)
-    rows = (y * weights).sum((0, 2))
-    return [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
 
 
 @CHECKS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken and leave no trace in later results")

@@ -299,7 +299,7 @@ def gradients(s: EnergySubject) -> Measured:
 def gradients_of_the_score(s: EnergySubject) -> Measured:
     """Score matching trains by them. Along random directions, in several steps; the least error counts.
 
-    A wrong gradient is wrong in every direction and step, unlike one beside a kink.
+    A wrong gradient is wrong in every direction and step, unlike one near a kink.
 
     Raises:
         NotVerified: if the score is so large that its differences are rounding.
@@ -322,7 +322,7 @@ def gradients_of_the_score(s: EnergySubject) -> Measured:
         for p, own in zip(learned, kept, strict=True):
             p.data = own
         slope, expected = sum((a * b).sum() for a, b in zip(found, ways, strict=True)), (ends[0] - ends[1]) / (2 * step)
-        if rounding / step < 0.1 * (1 + expected.abs()):
+        if rounding / step < 0.01 * (1 + expected.abs()):
             seen.append(float((errors(slope, expected) - rounding / step / (1 + expected.abs())).clamp(min=0)))
     if not seen:
         raise NotVerified(f"a score of {float(score.detach().abs().max()):.0e} has lost the digits of its differences")

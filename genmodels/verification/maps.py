@@ -18,7 +18,7 @@ from genmodels.flows.replay import examine
 from genmodels.models.base import GenerativeModel
 from genmodels.models.density import over_the_plane
 from genmodels.verification.check import NO_TIME, CheckSet, Measured, NotApplicable, NotVerified, largest
-from genmodels.verification.subject import Subject, crop, draw, error_far_out, initialize, shown_event, waits
+from genmodels.verification.subject import Subject, crop, draw, error_far_out, initialize, rolled, shown_event, waits
 
 CHECKS = CheckSet()
 
@@ -88,10 +88,7 @@ def condition(s: Subject) -> Measured:
     """Conditions are rolled by one row: rows whose condition changed must move, the others must not."""
     if s.cond is None:
         raise NotApplicable("takes no condition")
-    other = s.cond.roll(1, 0)
-    changed = (other != s.cond).flatten(1).any(1) if s.cond.dim() > 1 else other != s.cond
-    if not bool(changed.any()):
-        raise NotApplicable("every row has the same condition: give different ones")
+    other, changed = rolled(s.cond)
     blind = []
     for name, inverse, value in s.directions():
         with torch.no_grad():

@@ -191,6 +191,15 @@ def slopes_of(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(leaf) if slope is None else slope for slope, leaf in zip(found, leaves, strict=True)]
 
 
+def rolled(cond: Tensor) -> tuple[Tensor, Tensor]:
+    """Every condition in the next row, and which rows are others then; NotApplicable if none is."""
+    other = cond.roll(1, 0)
+    changed = (other != cond).reshape(len(cond), -1).any(1)
+    if not bool(changed.any()):
+        raise NotApplicable("every row has the same condition: give different ones")
+    return other, changed
+
+
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
     """The conditions of `count` rows, those of the batch repeated."""
     return None if cond is None else cond[torch.arange(count, device=cond.device) % len(cond)]
