@@ -353,6 +353,9 @@ def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) 
     choices = (*groups(), "preset", "resume")
     named = {key: value for key, value in settings.items() if key in choices and not isinstance(value, dict)}
     first = [f"{key}={in_hydra(value)}" for key, value in named.items()]
+    if isinstance(net := settings.get("net"), str):  # it decides which options there are
+        named["net"] = net
+        first.append(f"model.net={in_hydra(net)}")
     composed = hydra.plain([*chosen, *first])
     paths = [path for path, _, _ in hydra.schema([], composed).walk(composed)]
     found = []

@@ -126,8 +126,9 @@ def test_a_network_by_its_name_keeps_the_words_before_it():
     given = {"_target_": "genmodels.nn.dit.DiT", "patch": 4}
     assert compose("model.net.patch=4", "model.net=dit")["model"]["net"] == given
     with composer("train") as hydra:
-        words = words_by_name(hydra, ["model=ddpm"], {"data": "digits", "patch": 4, "net": "dit"})
-        assert hydra.compose(words)["model"]["net"] == given
+        for model in "ddpm", "masked_diffusion":  # the second has another network
+            words = words_by_name(hydra, [f"model={model}"], {"data": "digits", "patch": 4, "net": "dit"})
+            assert hydra.compose(words)["model"]["net"] == given
 
 
 @pytest.mark.parametrize("choice, name", [
