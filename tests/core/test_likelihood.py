@@ -80,6 +80,17 @@ def test_continuous_data_have_no_bits_per_dim():
         result.mean_bits_per_dim()
 
 
+@pytest.mark.parametrize("options, shown", [
+    ({"levels": None, "dims": 2, "kind": "exact"}, "= 1.5000(5000) nats"),
+    ({"levels": None, "dims": 2, "kind": "unnormalised"}, "- 1.5000(5000) nats"),
+    ({"levels": 2, "dims": 2, "kind": "exact", "made": {"reason": "of no weight here"}}, "= 1.0820(3607) bits/dim"),
+    ({"levels": 2, "dims": 2, "kind": "unnormalised", "made": {"reason": "samples alone"}},
+     "no likelihood: samples alone"),
+])  # fmt: skip
+def test_what_is_printed_is_the_negative_logarithm(options, shown):
+    assert str(made([-1.0, -2.0], **options)) == shown
+
+
 def test_unknown_kind():
     with pytest.raises(ValueError, match="lower_bound"):
         made([-1.0], kind="bound")

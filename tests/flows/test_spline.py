@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import softmax, softplus
 
-from genmodels.flows.spline import MIN_DERIVATIVE, RationalQuadraticSpline, _inside_bin
+from genmodels.flows.spline import MIN_DERIVATIVE, RationalQuadraticSpline, _inside_bin, neural_spline
 
 X, Y, SLOPES = (-2.0, -1.0, 0.5, 2.0), (-2.0, 0.0, 1.0, 2.0), (1.0, 0.5, 2.0, 1.0)
 NUMBERS = [  # x, z, log dz/dx
@@ -233,3 +233,14 @@ def test_extreme_parameters():
 def test_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RationalQuadraticSpline(**options)
+
+
+@pytest.mark.parametrize("layers, moved", [(1, [False, False, True, True]), (2, [True] * 4)])
+def test_couplings_change_one_half_and_then_the_other(layers, moved):
+    flow = neural_spline(4, layers=layers, mix="none", hidden=8).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in flow.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 2)
+    x = 2 * torch.rand(20, 4, generator=generator, dtype=torch.float64) - 1
+    assert (flow(x)[0] - x).abs().amax(dim=0).gt(1e-3).tolist() == moved
