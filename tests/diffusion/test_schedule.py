@@ -346,3 +346,9 @@ def test_steep_schedules_do_not_overflow():
 
 def test_numbers_of_python_keep_their_digits():
     assert float(in_float64(0.1)) == 0.1 and in_float64(torch.tensor(0.5)).dtype == torch.float64
+
+
+def test_units_of_a_new_learned_schedule_bend_it_each_in_its_own_place():
+    schedule, times = LearnedSchedule(hidden=5), torch.linspace(0, 1, 101, dtype=torch.float64)
+    bends = torch.stack([torch.autograd.grad(schedule.log_snr_rate(t[None]).sum(), schedule.heights)[0] for t in times])
+    assert bends.argmin(dim=0).tolist() == [0, 25, 50, 75, 100]  # steepest there
