@@ -16,6 +16,7 @@ from genmodels.diffusion import (
     ElboTerms,
     Gaussian,
     GaussianDenoiser,
+    LevelSoftmax,
     LinearLogSnrSchedule,
     LinearSchedule,
     MixtureDenoiser,
@@ -31,7 +32,7 @@ from genmodels.diffusion import (
     to_levels,
     to_unit,
 )
-from genmodels.diffusion.bound import diffusion_term, prior_term
+from genmodels.diffusion.bound import diffusion_term, prior_term, reconstruction_term
 
 
 class Signs(KeyedGenerator):
@@ -504,3 +505,17 @@ def test_a_path_has_one_point_more_than_times():
         path_terms(denoiser, [torch.zeros(3, 2)] * 3, ddpm_times(4))
     with pytest.raises(ValueError, match=r"prior is one number for each row, \(3,\), got shape \(3, 1\)"):
         path_terms(denoiser, [torch.zeros(3, 2)] * 5, ddpm_times(4), prior=lambda x: x[:, :1])
+
+
+@pytest.mark.parametrize("log_snr", [-1.0, 0.5, 4.0])
+def test_a_softmax_decoder_is_bayes_rule_for_the_noisy_data(log_snr):
+    levels, draw = 5, torch.Generator().manual_seed(0)
+    k = torch.randint(levels, (6, 3), generator=draw)
+    x0, time = to_unit(k, levels, dtype=torch.float64), torch.full((6,), log_snr, dtype=torch.float64)
+    x = q_sample(x0, time, torch.randn(x0.shape, generator=draw, dtype=torch.float64))
+    alpha, sigma = (math.sqrt(1 / (1 + math.exp(sign * log_snr))) for sign in (-1, 1))
+    centres = torch.linspace(-1, 1, levels, dtype=torch.float64)
+    each = torch.distributions.Normal(alpha * centres, sigma).log_prob(x[..., None])
+    exact = -each.log_softmax(dim=-1).gather(-1, k[..., None]).sum(dim=(1, 2))
+    found = reconstruction_term(x0, x, torch.zeros_like(x0), time, LevelSoftmax(levels), sigma2_ts)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
