@@ -141,7 +141,7 @@ class DataModule(OfLightning):
                                  "gives no batches: return TensorData(x) of genmodels.data.loading, or the like")
             if len(splits[name]) == 0:
                 items, share = sum(len(split) for split in splits.values()), f"{name}_fraction"
-                more = f": raise {share}" if share in inspect.signature(type(self)).parameters else ""
+                more = f": raise {share}" if share in inspect.signature(type(self).__init__).parameters else ""
                 raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item; "
                                  f"there {'is' if items == 1 else 'are'} {items} in all{more}")
         sizes = ", ".join(f"{len(splits[name])} {name}" for name in SPLITS)
