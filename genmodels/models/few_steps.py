@@ -311,6 +311,8 @@ class ProgressiveModel(StepModel):
         if self.distill is None:
             raise InputError("progressive distillation needs a teacher: model.distill=<checkpoint of a diffusion or "
                              "flow matching>")
+        if steps > self.num_steps:
+            raise InputError(f"steps={steps}: a sampler of this model takes at most num_steps={self.num_steps}")
         self.usual_steps, self.swept_steps = steps, (steps,)
         self.assemble_steps(ProgressiveDistillation(None, steps=steps, teacher_steps=teacher_steps,
                                                     weighting=weighting, time_sampler=time_sampler))

@@ -102,6 +102,8 @@ def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path)
         ConsistencyModel(DIGITS, distill=continuous, net=SMALL, class_conditional=False).initialize(batch())
     with pytest.raises(ValueError, match="needs a teacher"):
         ProgressiveModel(DIGITS, net=SMALL)
+    with pytest.raises(InputError, match="steps=20: a sampler of this model takes at most num_steps=8"):
+        ProgressiveModel(DIGITS, distill=continuous, net=SMALL, steps=20, num_steps=8)
 
 
 def test_a_student_goes_on_with_the_teacher_it_began_with(tmp_path):
