@@ -12,7 +12,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError, one_of, positive
 from genmodels.core.random import Generator, child, uniform
 from genmodels.diffusion.denoiser import Denoiser
-from genmodels.diffusion.objectives import Simple
+from genmodels.diffusion.objectives import ObjectiveOutput, Simple
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V, Velocity
 from genmodels.diffusion.path import LinearPath, Path
 from genmodels.diffusion.schedule import CosineSchedule, NoiseSchedule
@@ -155,6 +155,7 @@ class FlowMatching(Simple):
         coupling: how data and noise are paired, a `Coupling` or a function like one.
         time_sampler: a name in TIME_SAMPLERS or a sampler.
 
+    Errors: a coupling but `independent` of sequences of different lengths.
     Source: Lipman et al. 2023, equation 14; Liu et al. 2023, equation 1.
 
     Example:
@@ -171,6 +172,17 @@ class FlowMatching(Simple):
     ):
         super().__init__(time_sampler=time_sampler)
         self.coupling = coupling or Coupling()
+
+    def __call__(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, rank: int = 0, world: int = 1,
+        mask: Tensor | None = None,
+    ) -> ObjectiveOutput:
+        pairs = isinstance(self.coupling, Coupling) and self.coupling.name != "independent"
+        if pairs and mask is not None and bool((mask != mask[:1]).any()):
+            # Long sequences would get wider noise than short ones; samples of any length start from N(0, I).
+            raise InputError(f"coupling={self.coupling.name} is for items of one size, not for sequences of different "
+                             "lengths: choose independent")
+        return super().__call__(denoiser, x0, cond, generator, rank, world, mask)
 
     def noise(self, x0: Tensor, cond: Tensor | None, generator: Generator) -> Tensor:
         noise = self.coupling(x0, super().noise(x0, cond, generator), cond, generator)

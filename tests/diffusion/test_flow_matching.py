@@ -204,3 +204,18 @@ def test_a_coupling_gives_noise_for_each_item(refuses):
     objective = FlowMatching(coupling=lambda x0, noise, cond, generator: noise[:1])
     refuses(InputError, r"a coupling gives noise like x0 \(4, 3\), this one gave \(1, 3\)", objective, denoiser,
             torch.randn(4, 3), None, torch.Generator())
+
+
+@pytest.mark.parametrize("name", ["ot", "sinkhorn"])
+def test_sequences_of_different_lengths_are_not_paired_by_distance(refuses, name):
+    """Mutant: the noise of long ones, which lie further out, has a variance above one."""
+    lengths, x = torch.arange(32) % 2 * 2 + 2, 3 * torch.randn(32, 1, 4, generator=seeded())
+    mask = (torch.arange(4) < lengths[:, None])[:, None]
+    noise = torch.randn(32, 1, 4, generator=seeded(1))
+    paired = Coupling(name)(x * mask, noise, None, seeded())
+    assert paired[lengths == 4].var() > 1.2 > 1 > paired[lengths == 2][..., :2].var()
+    denoiser = Denoiser(lambda x, log_snr, cond, mask: x, LinearPath(), Velocity())
+    objective = FlowMatching(Coupling(name))
+    assert objective(denoiser, x, None, seeded(), mask=mask[1::2].repeat(2, 1, 1)).value.isfinite()
+    refuses(InputError, f"coupling={name} is for items of one size, not for sequences of different lengths", objective,
+            denoiser, x, None, seeded(), 0, 1, mask)
