@@ -62,7 +62,8 @@ class FlowMatchingModel(DiffusionModel):
             `log_uniform`.
         reflow: a checkpoint of this family or of `DDPM`: train on pairs of noise and the sample to which its flow leads
             (Liu et al. 2023) instead of the data; their straighter paths need fewer steps.
-        reflow_pairs: number of pairs, drawn again whenever training starts or resumes; classes in turn.
+        reflow_pairs: number of pairs, drawn again whenever training starts or resumes; of a class-conditional model of
+            each class in turn.
         spec, **shared: see `DiffusionModel`.
 
     Example:
@@ -139,7 +140,8 @@ class FlowMatchingModel(DiffusionModel):
         """The pairs of the checkpoint `reflow`, in this network's units; a function of the seed."""
         teacher = load_teacher(self, "reflow", self.reflow)
         index = torch.arange(self.reflow_pairs, device=self.device)
-        cond = teacher.labels(None, index)
+        of_class = self.conditional or not teacher.has_null_class  # else as many of each class as in the data
+        cond = teacher.labels(None, index) if of_class else None
         if self.spec.source is None:
             start = noise = KeyedGenerator(self.seed, index, "reflow").normal((len(index), *self.spec.event_shape))
         else:  # the teacher has its own scale of the source

@@ -177,6 +177,18 @@ def test_reflow_learns_the_pairs_of_a_checkpoint_and_is_straighter(tmp_path):
     assert float(off.median()) < 0.05
 
 
+def test_reflow_without_classes_has_the_shares_of_the_data(tmp_path):
+    """Where the teacher has learned the data of all classes; else its classes are drawn in turn."""
+    step = batch(), KeyedGenerator(0, torch.arange(6), "train")
+    for cond_drop, cond in ((0.1, None), (0.0, torch.arange(8) % 10)):
+        teacher = small(cond_drop=cond_drop)
+        path = write(teacher, tmp_path / f"{cond_drop}.ckpt")
+        student = small(class_conditional=False, reflow=path, reflow_pairs=8)
+        student.loss(*step)
+        assert torch.equal(student.pairs.x0, teacher.follow(student.pairs.noise, cond, steps=20))
+        assert student.pairs.cond is None
+
+
 def test_what_reflow_cannot_learn(tmp_path):
     other = small(spec=DataSpec("other", (1, 4, 4), levels=17))
     with pytest.raises(ValueError, match=r"holds a flow_matching of \(1, 4, 4\)"):
