@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ class OptunaSweeper(Sweeper):
                              "\"model.optimizer.lr=tag(log,interval(1e-4,1e-2))\"")
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        study, complete = self._study(folder)
+        study, complete = self._study(folder, space)
         OmegaConf.save(self.config, folder / "multirun.yaml")
 
         def launch(trials: list, number: int) -> Sequence[JobReturn]:
@@ -89,9 +90,14 @@ class OptunaSweeper(Sweeper):
                 _tell(study, trial.number, job.return_value)
             done += len(trials)
 
-    def _study(self, folder: Path) -> tuple[Study, list[FrozenTrial]]:
-        """The study of a folder, and its complete trials; unfinished ones are queued first."""
+    def _study(self, folder: Path, space: dict[str, BaseDistribution]) -> tuple[Study, list[FrozenTrial]]:
+        """The study of a folder, and its complete trials; unfinished ones are queued first.
+
+        Raises:
+            InputError: for other values of a setting than the study has, where Optuna cannot change them.
+        """
         import optuna
+        from optuna.distributions import check_distribution_compatibility
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
         from optuna.trial import TrialState
@@ -100,6 +106,12 @@ class OptunaSweeper(Sweeper):
         storage = JournalStorage(JournalFileBackend(str(folder / "optuna.journal")))
         study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
         before = study.get_trials()
+        for key, then in {key: then for trial in before for key, then in trial.distributions.items()}.items():
+            try:
+                check_distribution_compatibility(then, space.get(key, then))
+            except ValueError:
+                raise InputError(f"{key}: the search in {folder} has other values ({then}), and Optuna can change the "
+                                 "ends of an interval alone: give the same again, or begin a new search") from None
         seed = self.sampler.get("seed")
         # With the same seed, a resumed sampler would repeat the first points.
         study.sampler = instantiate(self.sampler, **({} if seed is None else {"seed": seed + len(before)}))
@@ -138,7 +150,10 @@ def _distribution(override: Override) -> BaseDistribution:
         kind = IntDistribution if isinstance(value.start, int) else FloatDistribution
         return kind(value.start, value.end, log="log" in value.tags)
     if isinstance(value, RangeSweep):
-        values = sorted(override.sweep_iterator())
-        kind = IntDistribution if all(isinstance(each, int) for each in values) else FloatDistribution
-        return kind(values[0], values[-1], step=abs(value.step))
+        values = list(override.sweep_iterator())
+        if all(isinstance(each, int) for each in values):
+            return IntDistribution(min(values), max(values), step=abs(value.step))
+        # Optuna leaves out an end that is no whole number of steps away, as 0.8999999999999999 in steps of 0.3.
+        start, step = Decimal(str(value.start)), Decimal(str(value.step))
+        return FloatDistribution(*sorted((float(start), float(start + (len(values) - 1) * step))), step=abs(value.step))
     return CategoricalDistribution(tuple(override.sweep_string_iterator()))

@@ -76,6 +76,18 @@ def test_an_interrupted_search_goes_on(rates, monkeypatch, capsys):
     assert len(rates) == 6 and len({*first, *rates}) == 8
 
 
+@pytest.mark.parametrize("values", ["1e-5,1e-1", "interval(1e-5,1e-1)", "tag(log,interval(1e-4,1e-1))"])
+def test_a_search_goes_on_with_its_own_values(values, rates, capsys):
+    """Of a resumed search, Optuna can change the ends of an interval, but neither its scale nor choices."""
+    assert cli.main([*SEARCH, "hydra.sweeper.n_trials=1"]) == 0
+    words = [*SEARCH[:-1], f"model.optimizer.lr={values}", "hydra.sweeper.n_trials=2", "resume=last"]
+    if values.startswith("tag"):
+        assert cli.main(words) == 0 and len(rates) == 2
+    else:
+        assert cli.main(words) == 2 and len(rates) == 1 and len(study().trials) == 1
+        assert "model.optimizer.lr: the search in runs/sweeps/" in capsys.readouterr().err
+
+
 def test_points_at_a_time_and_equal_points(rates):
     """Two choices allow two points; further trials take their figures."""
     words = ["train", "-m", "hydra/sweeper=optuna", "model.optimizer.lr=1e-4,1e-3", "hydra.sweeper.n_jobs=4",
@@ -104,6 +116,8 @@ def test_nothing_starts_when_a_setting_is_wrong(rates, capsys, wrong, message):
     ("a=int(interval(1,4))", optuna.distributions.IntDistribution(1, 4)),
     ("a=tag(log,int(interval(1,64)))", optuna.distributions.IntDistribution(1, 64, log=True)),
     ("a=range(8,33,8)", optuna.distributions.IntDistribution(8, 32, step=8)),
+    ("a=range(0,1,0.3)", optuna.distributions.FloatDistribution(0, 0.9, step=0.3)),
+    ("a=range(1,0,-0.3)", optuna.distributions.FloatDistribution(0.1, 1, step=0.3)),
     ("a=x,y", optuna.distributions.CategoricalDistribution(("x", "y"))),
     ("a=[1,2],[3]", optuna.distributions.CategoricalDistribution(("[1,2]", "[3]"))),
 ])
