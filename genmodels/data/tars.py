@@ -10,6 +10,7 @@ litdata and mosaicml-streaming read only their own formats. Addresses are those 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -97,7 +98,8 @@ class Storage:
         """
         try:
             if self.pattern:
-                found = self.system.glob(self.path(self.pattern), detail=True)
+                # The pattern is the last part alone: a folder may be named run[1].
+                found = self.system.glob(f"{glob.escape(self.folder)}/{self.pattern}", detail=True)
             else:
                 found = self.system.find(self.folder, detail=True)
         except FileNotFoundError:

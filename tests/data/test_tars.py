@@ -183,6 +183,10 @@ def test_one_file_and_a_pattern(folder):
     assert list(Storage(str(folder / "train-001.tar")).shards()) == ["train-001.tar"]
     shard(folder / "val-000.tar", 2)
     assert len(Storage(str(folder / "train-*.tar")).shards()) == 3
+    with_brackets = folder.rename(folder.parent / "set[1]")  # no characters of the pattern
+    assert len(Storage(str(with_brackets / "train-*.tar")).shards()) == 3
+    assert list(Storage(str(with_brackets / "train-001.tar")).shards()) == ["train-001.tar"]
+    with_brackets.rename(folder)
     shard(folder / ".trash" / "train-009.tar", 2)
     shard(folder / "more" / "train-009.tar", 2)
     assert list(Storage(str(folder)).shards())[0] == "more/train-009.tar" and len(Storage(str(folder)).shards()) == 5
