@@ -27,7 +27,7 @@ _ABBREVIATIONS = {
     "maj": "major", "gen": "general", "capt": "captain", "lt": "lieutenant", "col": "colonel", "sgt": "sergeant",
     "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus", "etc":
     "et cetera"}  # fmt: skip
-_ABBREVIATED = re.compile(rf"(?<![a-z])(?!(?<=\d)st)({'|'.join(_ABBREVIATIONS)})\.(?!\w|\s?\.)")
+_ABBREVIATED = re.compile(rf"(?<![a-z])(?!(?<=\d)st)({'|'.join(_ABBREVIATIONS)})\.(?![^\W\d]|\s?\.)")
 _FEET = re.compile(r"([\d.,]*\d|\bhalf|\bquarters?)(-|\s*)ft\b\.?(?!\.)")  # not a fort
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")

@@ -148,6 +148,7 @@ READINGS = {
     "a4b": "a four b",
     "1,2,3": "one, two, three",
     "No. 7, no.": "number seven, no.",
+    "3 vs.5, to Dr.12": "three versus five, to doctor twelve",
     ".5 or -.25 of it, end.5": "zero point five or minus zero point two five of it, end. five",
     "$.50, US$5 ($2.00 more)": "zero dollars fifty cents, us five dollars (two dollars more)",
     "a $5m (5) $9-a-day plan": "a five million dollars (five) nine dollars-a-day plan",
