@@ -332,6 +332,13 @@ class Shards(DataModule):
             found += [f"{data.where(position)} {what}" for position, what in data.faults(split).items()]
         return found
 
+    def warnings(self) -> list[str]:
+        """Those of all data; none where an item that they read cannot be decoded, which is one of the problems."""
+        try:
+            return super().warnings()
+        except RunError:
+            return []
+
 
 def without_damaged(storage: Storage, index: Index, form: ItemForm) -> Index:
     """The index without the items that cannot be decoded, whose rows are kept in the user's cache folder."""

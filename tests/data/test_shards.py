@@ -259,6 +259,14 @@ def test_doctor_compares_checksums(written):
     assert found == [f"{written}/train-000002.tar: it is not what was written (checksum)"]
 
 
+def test_doctor_lists_damaged_vectors(tmp_path):
+    """Whose outliers and constant columns it looks for as well."""
+    items = [{"npy": array([float(k), float(k % 3)])} for k in range(30)]
+    write(tmp_path, "a.tar", [*items[:20], *({"npy": b"no array"} for _ in range(2)), *items[20:]])
+    data = Shards(root=str(tmp_path))
+    assert len(data.problems()) == 2 and data.warnings() == []
+
+
 def test_settings_that_contradict_the_items(written, folder, tmp_path):
     with pytest.raises(InputError, match="data.levels=7, but the items of .* have none: leave it out"):
         Shards(root=str(written), levels=7).prepare()
