@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.schema import Schema
 from genmodels.cli.signatures import target
-from genmodels.core.checkpoint import read_header
+from genmodels.core.checkpoint import name_former, read_header
 from genmodels.core.errors import InputError, hint, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups, in_hydra, quoted
 from genmodels.models.build import NETWORKS, TARGET
@@ -155,6 +155,7 @@ class Composer:
             return None
         if not isinstance(settings, dict):
             raise InputError(f"{file} holds no settings: give those of the run, model=..., data=... and others")
+        name_former(settings)
         if launch() is not None and isinstance(settings.get("trainer"), dict):  # torchrun or srun decides these numbers
             settings["trainer"] = {k: v for k, v in settings["trainer"].items() if k not in ("devices", "num_nodes")}
         config = OmegaConf.create({**settings, "trust": []})

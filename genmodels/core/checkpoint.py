@@ -396,7 +396,7 @@ def read_header(path: str | Path, *, check: bool = True) -> dict:
         with zipfile.ZipFile(path) as archive, archive.open(next(filter(_is_header, archive.infolist()))) as record:
             text = record.read(MOST_BYTES + 1)
     try:
-        return parse(text)
+        return name_former(parse(text))
     except ValueError as error:
         raise RunError(f"{path}: malformed header: {error}") from None
 
@@ -419,6 +419,21 @@ MOVED = {
     "genmodels.nn.recognizer": "genmodels.nn.transformer",
     "genmodels.nn.unet_energy": "genmodels.nn.energy_nets",
 }
+
+
+def name_former(stored: Any, value: str = "input") -> Any:
+    """A header or configuration with the option that earlier versions had not, at what they did; changed in place.
+
+    Example:
+        >>> name_former({"model": {"net": {"fourier": [2, 3]}}})
+        {'model': {'net': {'fourier': [2, 3], 'fourier_of': 'input'}}}
+    """
+    if isinstance(stored, dict):
+        name_former(stored.get("config"), value)
+        net = stored["model"].get("net") if isinstance(stored.get("model"), dict) else None
+        if isinstance(net, dict) and net.get("fourier"):
+            net.setdefault("fourier_of", value)
+    return stored
 
 
 def present_name(name: str) -> str:

@@ -123,20 +123,26 @@ class Denoiser(AtAnyTime):
         seen = self.parameterisation.scale_input(x, log_snr)
         if self.self_conditioning:
             seen = torch.cat([seen, torch.zeros_like(x) if estimate is None else estimate.to(seen)], 1)
-        output, nu = self._run(seen, log_snr, cond, mask, x), None
+        # What the input was multiplied by, for networks that ask for it.
+        takes = getattr(self.net, "takes_scale", False)
+        scale = self.parameterisation.scale_input(torch.ones_like(log_snr), log_snr) if takes else None
+        output, nu = self._run(seen, log_snr, cond, mask, x, scale), None
         if self.learned_variance:
             output, nu = output.chunk(2, 1)
             nu = (nu + 1) / 2
         return self.parameterisation.to_prediction(output, x, log_snr, nu)
 
-    def _run(self, seen: Tensor, at: Tensor, cond: Tensor | None, mask: Tensor | None, x: Tensor) -> Tensor:
+    def _run(
+        self, seen: Tensor, at: Tensor, cond: Tensor | None, mask: Tensor | None, x: Tensor, scale: Tensor | None = None
+    ) -> Tensor:
         """The network's output for what it sees, `at` log-SNRs or times; in the dtype of x, float32 at least."""
         parameters = self.net.parameters() if isinstance(self.net, nn.Module) else ()
         inner = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
         at = at.to(x.device, torch.promote_types(inner, torch.float32))
         seen = seen.to(inner)
         seen = seen.clone() if seen is x else seen  # a network may write to its input, and x is needed again
-        output = self.net(seen, at, cond, *(() if mask is None else (mask,)))
+        scaled = {} if scale is None else {"scale": scale.to(at)}
+        output = self.net(seen, at, cond, *(() if mask is None else (mask,)), **scaled)
         batch, channels, *space = x.shape
         expected = (batch, 2 * channels if self.learned_variance else channels, *space)
         if tuple(output.shape) != expected:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from genmodels.core.checkpoint import name_former
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, an, require_known
 from genmodels.core.likelihood import Likelihood, breakdown
@@ -418,11 +419,10 @@ class GenerativeModel(OfLightning, nn.Module):
             "step": self._trainer.global_step if self._trainer is not None else 0,
             "batches_seen": self.batches_seen,
             "seed": self.seed,
-            "figures": dict(self.figures),
-            "finished": self.finished,
-        }
+            "figures": dict(self.figures), "finished": self.finished,
+        }  # fmt: skip
         try:
-            return json.loads(json.dumps(described))
+            return name_former(json.loads(json.dumps(described)), "data")
         except TypeError as error:
             raise RunError(f"this {self.family} was built from objects, which a checkpoint does not hold: build it "
                            f"from plain options ({error})") from error

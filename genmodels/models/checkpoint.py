@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from genmodels.core.checkpoint import checkpoint_hash, origin, read_header, seal, verify
+from genmodels.core.checkpoint import checkpoint_hash, name_former, origin, read_header, seal, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, check_number, first_line, printable, stored_options, with_class
 from genmodels.core.files import checksum, digest_of, is_exported, located, write_whole
@@ -214,7 +214,7 @@ def _nonfinite_weight(state: dict) -> str | None:
 
 def _mismatch(state: Any, header: dict, size: int) -> str | None:
     """Why a checkpoint does not fit its header or the size of its file; None if it does."""
-    if not isinstance(state, dict) or state.get("genmodels") != header:
+    if not isinstance(state, dict) or name_former(state.get("genmodels")) != header:
         return "its header is not the one that was saved with its weights"
     weights = state.get("state_dict")
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):

@@ -81,21 +81,23 @@ class FrameConditionedUNet(nn.Module):
     Arguments:
         unet: a U-Net with E `extra_channels`; or a `DiT`, which takes sequences of any length.
 
-    Shapes: `x (B, C, T)`, `log_snr (B,)`, `cond (B, E, T)`, `mask (B, 1, T)`; the result is `(B, C, T)`, or `(B, 2 C,
-        T)` for a U-Net with `double_output`.
+    Shapes: `x (B, C, T)`, `log_snr (B,)`, `cond (B, E, T)`, `mask (B, 1, T)`, `scale (B,)` as of a U-Net; the result is
+        `(B, C, T)`, or `(B, 2 C, T)` for a U-Net with `double_output`.
     """
 
     def __init__(self, unet: UNet | DiT):
         super().__init__()
-        self.unet = unet
+        self.unet, self.takes_scale = unet, getattr(unet, "takes_scale", False)
 
-    def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, log_snr: Tensor, cond: Tensor, mask: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
         frames, least = x.shape[2], 2 ** (self.unet.levels - 1) if isinstance(self.unet, UNet) else 1
         x = torch.cat([x, cond.to(x.dtype)], dim=1)
         if frames < least:
             mask = x.new_ones(len(x), 1, frames).bool() if mask is None else mask
             x, mask = pad(x, (0, least - frames)), pad(mask, (0, least - frames))
-        return self.unet(x, log_snr, None, mask)[:, :, :frames]
+        return self.unet(x, log_snr, None, mask, *(() if scale is None else (scale,)))[:, :, :frames]
 
 
 class AlignedDenoiser(SpeakerEmbeddings):

@@ -378,16 +378,16 @@ def time_features(times: Tensor, width: int) -> Tensor:
     return torch.cat([_sinusoids(20 * t, width), _sinusoids(20 * (t - s), width)], dim=1)
 
 
-def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tensor:
+def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int], scale: Tensor | None = None) -> Tensor:
     """Sines and cosines of the noisy data, for details below the scale that a network resolves.
 
-        sin(w x / alpha) d,  cos(w x / alpha) d,   w = 2^n pi,   d = exp(-w^2 / (2 SNR)),   n in octaves
+        sin(w x / (r alpha)) d,  cos(w x / (r alpha)) d,   w = 2^n pi,   d = exp(-w^2 / (2 SNR)),   n in octaves
 
-    These are the means of sin(w x_0) and cos(w x_0) given x = alpha x_0 + sigma eps under a flat prior: a frequency
+    These are the means of sin(w x_0) and cos(w x_0) given x = r (alpha x_0 + sigma eps) under a flat prior: a frequency
     fades where the noise hides it. The log-SNR is clipped to [-20, 20].
 
-    Shapes: `x (B, C, *space)`, `log_snr (B,)` to `(B, 2 C len(octaves), *space)`, float32 or wider whatever the
-    autocast.
+    Shapes: `x (B, C, *space)`, `log_snr (B,)`, `scale` r `(B,)`, 1 by default, to `(B, 2 C len(octaves), *space)`,
+    float32 or wider whatever the autocast.
     Source: Kingma et al., "Variational diffusion models", 2021, appendix C, there without d and of x.
 
     Example:
@@ -395,6 +395,7 @@ def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tens
         tensor([0.7071, 0.7071])
     """
     x, log_snr = wide(x), wide(log_snr).clamp(*LOG_SNR_RANGE).reshape(-1, *[1] * (x.dim() - 1))
+    x = x if scale is None else x / wide(scale).reshape(log_snr.shape)
     clean = x * torch.sqrt(1 + torch.exp(-log_snr))  # x/alpha; the sigmoid of ONNX's runtime is 0 at -20
     angles = torch.cat([2.0**n * math.pi * clean for n in octaves], dim=1)
     fading = torch.cat([torch.exp(-(4.0**n) * math.pi**2 / 2 * torch.exp(-log_snr)).expand_as(x) for n in octaves], 1)

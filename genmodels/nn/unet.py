@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, one_of
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_kind, make_attention
 from genmodels.nn.blocks import (
@@ -50,6 +51,8 @@ class UNet(nn.Module):
         heads: heads of each attention; divides the channels wherever there is attention.
         dropout: probability of dropping a value inside the residual blocks.
         fourier: octaves n of the further inputs sin(2^n pi x) and cos(2^n pi x), see `fourier_features`.
+        fourier_of: the x of these, `data` with noise, or the `input`, of which the path or the parameterisation may
+            make another scale; the networks of earlier versions have the latter.
         channels_last: keep images in channels-last memory format.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
         condition: width of the embedding of noise level and class, 2.5 `channels` by default.
@@ -57,7 +60,8 @@ class UNet(nn.Module):
             width of the next level; with fewer weights.
 
     Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None, `mask (B, 1, T)` bool, True = valid, or None,
-    with T the last axis of the event; the result is like `x`, zero where the mask is False.
+    with T the last axis of the event; `scale (B,)` is the r of x = r (alpha x_0 + sigma eps), None for 1. The result is
+    like `x`, zero where the mask is False.
     Errors: ValueError for events too small for the levels, heads that do not divide the channels, unknown sizes.
     Source: Ho et al. 2020, appendix B.
 
@@ -83,6 +87,7 @@ class UNet(nn.Module):
         heads: int = 4,
         dropout: float = 0.0,
         fourier: list[int] | tuple[int, ...] = (),
+        fourier_of: Literal["data", "input"] = "data",
         channels_last: bool = False,
         checkpointing: bool = False,
         condition: int | None = None,
@@ -102,9 +107,11 @@ class UNet(nn.Module):
                              "fourier out")
         if channels % 2:
             raise ValueError(f"channels = {channels} must be even: the noise-level features come in pairs")
+        one_of("fourier_of", fourier_of, ("data", "input"))
         check_kind(attention, dims)
         self.dims, self.in_channels, self.levels = dims, in_channels + extra_channels, len(multipliers)
-        self.fourier = tuple(fourier)
+        self.fourier, self.fourier_of = tuple(fourier), fourier_of
+        self.takes_scale = bool(fourier) and fourier_of == "data"
         self.channels_last, self.checkpointing = channels_last and dims == 2, checkpointing
         self.narrow_early = narrow_early
         self._check_size(space)
@@ -155,7 +162,10 @@ class UNet(nn.Module):
         if self.channels_last:
             self.to(memory_format=torch.channels_last)
 
-    def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         check_channels("the U-Net", x, self.in_channels, self.dims)
         self._check_size(x.shape[2:])
         masks = _masks(mask, self.dims, self.levels)
@@ -163,7 +173,7 @@ class UNet(nn.Module):
         modulation = iter(self.modulation(silu(self.embedding(log_snr, cond))).split(self._modulation_widths, dim=1))
         inputs = hide(x, masks[0])
         if self.fourier:
-            features = fourier_features(inputs, log_snr, self.fourier).to(x.dtype)
+            features = fourier_features(inputs, log_snr, self.fourier, scale).to(x.dtype)
             inputs = torch.cat([inputs, hide(features, masks[0])], dim=1)
         h = self.stem(inputs)
         if self.channels_last:

@@ -25,8 +25,30 @@ from genmodels.diffusion import (
     alpha_sigma,
     q_sample,
     rescale_zero_terminal,
+    velocity_of,
 )
 from genmodels.diffusion.denoiser import AtAnyTime
+
+
+class OfScale(nn.Module):
+    """A network that asks for the scale of its input."""
+
+    takes_scale = True
+
+    def forward(self, x, log_snr, cond=None, scale=None):
+        self.noisy = x / scale[:, None]
+        return x
+
+
+@pytest.mark.parametrize("kind, path", [
+    (V(), CosineSchedule()), (Eps(), CosineSchedule()), (X0(), LinearSchedule()), (EDM(), CosineSchedule()),
+    (EDM(sigma_data=1.7), LinearPath()), (velocity_of(LinearPath()), LinearPath()),
+    (velocity_of(CosineSchedule()), CosineSchedule()),
+])  # fmt: skip
+def test_a_network_can_ask_for_the_scale_of_its_input(kind, path):
+    net, x, t = OfScale(), torch.randn(5, 3, dtype=torch.float64), torch.tensor([0.01, 0.2, 0.5, 0.9, 0.99]).double()
+    Denoiser(net, path, kind)(x, t)
+    torch.testing.assert_close(net.noisy, x, rtol=1e-6, atol=1e-6)
 
 
 class Recorder(nn.Module):

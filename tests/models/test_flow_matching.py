@@ -12,7 +12,8 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.transport import Transport
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, MixtureDenoiser, make_path, velocity_of
-from genmodels.models import diffusion
+from genmodels.models import base, diffusion
+from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.training.trainer import initial_batch
@@ -47,6 +48,21 @@ def test_losses_are_keyed_and_have_gradients(options):
     assert torch.equal(losses[0].per_example, losses[1].per_example) and losses[0].per_example.shape == (6,)
     losses[0].value.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.core.parameters())
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_checkpoints_keep_the_scale_of_their_fourier_features(earlier, tmp_path, monkeypatch):
+    """Mutant: one of the version that did not name it and had the input's own scale, read with today's default."""
+    of = "input" if earlier else "data"
+    model = small(net=SMALL | {"fourier": [2]} | ({"fourier_of": of} if earlier else {}))
+    path = write(model, tmp_path / "model.ckpt")
+    if earlier:
+        model.hparams["net"].pop("fourier_of")
+        monkeypatch.setattr(base, "name_former", lambda stored, value: stored)
+        path = write(model, tmp_path / "earlier.ckpt")
+    found, header = load_model(path, device="cpu")
+    assert header["model"]["net"]["fourier_of"] == found.core.net.fourier_of == of
+    assert torch.equal(found.eval().sample(2, steps=3).x, model.sample(2, steps=3).x)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

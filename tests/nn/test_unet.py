@@ -323,6 +323,19 @@ def test_fourier_features_come_in_with_the_event_and_tell_near_levels_apart():
     assert float(moved) > 100 * float(whole)
 
 
+@pytest.mark.parametrize("event_shape", [(3, 8, 8), (2, 16)])
+def test_fourier_features_are_of_the_noisy_data_whatever_the_scale_of_the_input(event_shape):
+    x, log_snr, _ = inputs(event_shape)
+    net, r = build(event_shape, fourier=[2, 5]).double(), torch.tensor([0.7, 1.3], dtype=torch.float64)
+    x, log_snr, scaled = x.double(), log_snr.double() + 6, x.double() * r.view(2, *[1] * len(event_shape))
+    with torch.no_grad():
+        net.stem.weight[:, : event_shape[0]] = 0
+    torch.testing.assert_close(net(scaled, log_snr, scale=r), net(x, log_snr))
+    assert not torch.allclose(net(scaled, log_snr), net(x, log_snr), atol=1e-3)
+    assert net.takes_scale and not build(event_shape, fourier=[2], fourier_of="input").takes_scale
+    assert not build(event_shape).takes_scale
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
