@@ -62,6 +62,19 @@ def test_bounds_and_losses_do_not_depend_on_padding():
     assert torch.allclose(filled.per_example[[1]], together.per_example[[1]], atol=1e-5)
 
 
+def test_the_network_is_told_the_scale_of_its_input():
+    unet = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+    for net, told in (unet, False), (unet | {"fourier": [2]}, True):
+        found, seen = model(net=net), []
+        found.core.denoiser.net.unet.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args))
+        found.loss(data := batch(), KeyedGenerator(0, data.index, "train"))
+        (args,), path = seen, found.core.denoiser.schedule
+        assert (len(args) == 5) == told
+        if told:
+            scale = path.scale(path.time_of(args[1].double()))
+            torch.testing.assert_close(args[4].double(), scale, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"path": "cosine", "time_sampler": "logit_normal"}, {
     "net": {"_target_": "genmodels.nn.dit.DiT", "width": 8, "depth": 1, "heads": 2}}], ids=str)  # fmt: skip
 def test_paths_and_networks(options):
