@@ -212,8 +212,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in config.items():
-        key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return found
 
 
@@ -268,9 +267,9 @@ def in_hydra(value) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     value = value.item() if getattr(value, "shape", None) == () else value  # a number of numpy or torch
-    value = str(value) if isinstance(value, Path) else value
-    if not isinstance(value, str):
+    if not isinstance(value, str | Path):
         return repr(value)
+    value = str(value)
     return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quoted(value)
 
 
@@ -279,9 +278,11 @@ def typed(key: str, value, trust: Sequence[str] | None = None) -> str:
 
     Example:
         >>> print(typed("ckpt", "runs/a/best.ckpt"), typed("data.root", "my (old) data"))
-        ckpt=runs/a/best.ckpt 'data.root='"'"'my (old) data'"'"''
+        ckpt=runs/a/best.ckpt "data.root='my (old) data'"
     """
-    return shlex.quote(f"{key}={in_hydra(value)}") + (f" {typed('trust', list(trust))}" if trust else "")
+    word = f"{key}={in_hydra(value)}"
+    word = f'"{word}"' if "'" in word and not set(word) & set('"$`!\\') else shlex.quote(word)
+    return word + (f" {typed('trust', list(trust))}" if trust else "")
 
 
 def check_writable(key: str, target: Path, *, several: bool = False) -> None:
@@ -302,8 +303,7 @@ def check_writable(key: str, target: Path, *, several: bool = False) -> None:
             folder = folder.parent
         if not folder.is_dir():
             raise InputError(f"{key}={target}: {folder} is a file, not a folder")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RunError(f"{key}={target} cannot be written: {os.strerror(error.errno)}") from error
 
