@@ -427,13 +427,14 @@ def name_former(stored: Any, value: str = "input") -> Any:
     Example:
         >>> name_former({"model": {"net": {"fourier": [2, 3]}}})
         {'model': {'net': {'fourier': [2, 3], 'fourier_of': 'input'}}}
-        >>> name_former({"model": {"net": {"_target_": "mine.Net", "fourier": [2]}}})  # no option of this one
-        {'model': {'net': {'_target_': 'mine.Net', 'fourier': [2]}}}
+        >>> name_former({"model": {"net": {"_target_": "mine.UNet", "fourier": [2]}}})  # no option of this one
+        {'model': {'net': {'_target_': 'mine.UNet', 'fourier': [2]}}}
     """
     if isinstance(stored, dict):
         name_former(stored.get("config"), value)
         net = stored["model"].get("net") if isinstance(stored.get("model"), dict) else None
-        if isinstance(net, dict) and net.get("fourier") and str(net.get("_target_", "UNet")).endswith("UNet"):
+        ours = (None, "genmodels.nn.unet.UNet", "genmodels.nn.UNet")
+        if isinstance(net, dict) and net.get("fourier") and net.get("_target_") in ours:
             net.setdefault("fourier_of", value)
     return stored
 

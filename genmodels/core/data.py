@@ -283,21 +283,21 @@ class DataSpec:
         if self.levels is None:
             if x.is_complex():
                 raise ValueError(f"{self.name} has real numbers, but the batch is {x.dtype}")
-            bad = ~torch.isfinite(x)
-            if bad.any():
+            if (bad := ~torch.isfinite(x)).any():
                 raise ValueError(f"item {_first(batch, bad)} of {self.name} holds a value that is not finite")
         else:
             if x.is_floating_point() or x.is_complex():
                 raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
             # Compared as numbers: torch wraps a scalar into the tensor's own type, where 256 is 0.
             top = min(self.levels - 1, 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
-            bad = (x < 0) | (x > top)
-            if bad.any():
+            x = x.long() if x.dtype == torch.uint16 else x  # which torch does not compare
+            if (bad := (x < 0) | (x > top)).any():
                 value, where = int(x[bad].flatten()[0]), _first(batch, bad)
                 raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")
+        if isinstance(batch.cond, Tensor) and batch.cond.shape[:1] != x.shape[:1]:
+            raise ValueError(f"{len(x)} items of {self.name}, but conditions of shape {tuple(batch.cond.shape)}")
         if isinstance(batch.cond, Tensor) and self.num_classes is not None and batch.cond.dim() == 1:
-            bad = (batch.cond < 0) | (batch.cond >= self.num_classes)
-            if bad.any():
+            if (bad := (batch.cond < 0) | (batch.cond >= self.num_classes)).any():
                 value, where = int(batch.cond[bad][0]), _first(batch, bad)
                 raise ValueError(f"item {where} of {self.name}: class {value} outside 0..{self.num_classes - 1}")
 

@@ -56,7 +56,7 @@ def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None
     """
     path = Path(path)
     # The name is unpredictable and opened exclusively, so that no link of another user is followed.
-    temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
+    temporary = path.parent / f".{os.fsdecode(os.fsencode(path.name)[:200])}.{secrets.token_hex(8)}.tmp"
     try:
         if path.exists() and not path.is_file():
             raise RunError(f"cannot write {path}: it is {kind_of(path)}, not a file")
@@ -280,7 +280,7 @@ def typed(key: str, value, trust: Sequence[str] | None = None) -> str:
         >>> print(typed("ckpt", "runs/a/best.ckpt"), typed("data.root", "my (old) data"))
         ckpt=runs/a/best.ckpt "data.root='my (old) data'"
     """
-    word = f"{key}={in_hydra(value)}"
+    word = f"{key}={literal(value) if '${' in str(value) and isinstance(value, str) else in_hydra(value)}"
     word = f'"{word}"' if "'" in word and not set(word) & set('"$`!\\') else shlex.quote(word)
     return word + (f" {typed('trust', list(trust))}" if trust else "")
 
@@ -289,14 +289,14 @@ def check_writable(key: str, target: Path, *, several: bool = False) -> None:
     """Check before any work is done whether a file, or `several` in a folder, can be written; nothing is left behind.
 
     Raises:
-        InputError: if the target of a file is a folder, or one of its folders is a file.
+        InputError: if the target of a file is a folder or a device, or one of its folders is a file.
         RunError: if the folder cannot be written, or the disk is full.
     """
     try:
-        is_folder = target.is_dir()  # an OSError for a name that is too long
-        if target.suffix and is_folder and not several:
-            raise InputError(f"{key}={target} is a folder: name a file in it")
-        folder = target if is_folder else target.parent
+        kind = kind_of(target)  # an OSError for a name that is too long
+        if kind not in ("a file", "nothing") and (kind != "a folder" or (target.suffix and not several)):
+            raise InputError(f"{key}={target} is {kind}: name a file{' in it' if kind == 'a folder' else ''}")
+        folder = target if kind == "a folder" else target.parent
         if dead := _dead_link(target):
             raise RunError(f"{key}={target} cannot be written: {dead}")
         while not folder.exists():
@@ -331,7 +331,7 @@ def located(ckpt: str | Path) -> Path:
         path = Path(ckpt).expanduser()
         if not path.is_dir():
             return path
-    except (OSError, TypeError) as error:  # such as a name that is too long, or None
+    except (OSError, TypeError, RuntimeError) as error:  # a name that is too long, None, or an unknown user's ~
         raise InputError(f"{str(ckpt)[:100]} is no checkpoint: {getattr(error, 'strerror', error)}") from None
     return next((path / name for name in ("best.ckpt", EXPORTED) if (path / name).is_file()), path / "best.ckpt")
 

@@ -280,7 +280,7 @@ class DiT(nn.Module):
         attention: kind of attention, an entry of `ATTENTION`; None for rope2d or rope.
         places: add a learned vector to each token of a map (`PositionEmbedding`); sequences, of any length, have none.
         expansion: hidden width of the perceptrons over the width of the tokens.
-        dropout: probability of dropping a value of a branch.
+        dropout: probability of dropping a value of a branch, or an attention weight where the kind has dropout.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
 
     Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None, `mask (B, 1, T)` bool, True = valid, or None,

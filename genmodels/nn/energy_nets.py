@@ -153,6 +153,9 @@ class EnergyConv(nn.Module):
             raise InputError(f"a convolutional energy takes events (C, T) or (C, H, W), got {tuple(event_shape)}")
         if not channels or min(channels) < 1:
             raise InputError(f"channels = {list(channels)} must list the channels of at least one layer")
+        if spectral_norm and checkpointing:
+            raise InputError("spectral_norm = true does not go with checkpointing = true, which would compute the "
+                             "weights again, and other ones, in the backward pass: leave one of the two out")
         self.event_shape, self.dims, self.checkpointing = tuple(event_shape), len(space), checkpointing
         widths = [in_channels, *channels]
         self.strides = [1] + [2] * (len(channels) - 1)

@@ -255,7 +255,9 @@ def second_derivatives(s: AttentionSubject) -> Measured:
     if not s.has("derivatives"):
         raise NotApplicable("derivatives is not among its capabilities")
     x = s.draw(1, 3 if s.space is None and s.takes(3) else s.length).requires_grad_()
-    right = torch.autograd.gradgradcheck(lambda x: s.run(x), (x,), raise_exception=False, fast_mode=True)
+    with torch.random.fork_rng(devices=[]):  # it draws the output's gradients
+        torch.manual_seed(s.seed)
+        right = torch.autograd.gradgradcheck(lambda x: s.run(x), (x,), raise_exception=False, fast_mode=True)
     v = s.draw(1, x.shape[1], name=3)
     _, forward = torch.func.jvp(lambda x: s.run(x), (x.detach(),), (v,))
     step = 1e-6

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.flows.bijection import shown
+from genmodels.nn.perceptron import MADE
 from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotApplicable, NotVerified, Report, largest
 from genmodels.verification.code import CHECKS as CODE_CHECKS
 from genmodels.verification.maps import CHECKS as MAP_CHECKS
@@ -61,7 +62,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
-    return far if far is not None and error < min(far.error, _DOUBTFUL) else Measured(error, note)
+    return far if far is not None and error < _DOUBTFUL and not far.error <= error else Measured(error, note)
 
 
 def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
@@ -84,8 +85,10 @@ def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
         sizes = torch.linalg.svdvals(matrix)
         true, scale = sizes.log().sum(), 1e-6 * torch.maximum(sizes[0], 1 / sizes[-1])
         error = float((returned[row] - true).abs() / (1 + true.abs()) / scale.clamp(min=1))
-        if error > found.error:
+        if not error <= found.error:
             found = Measured(error, f"far out: says {float(returned[row]):.9g}, is {float(true):.9g}")
+        if math.isnan(found.error):
+            break
     return found
 
 
@@ -262,10 +265,9 @@ def constant(s: Subject) -> Measured:
 def triangular(s: Subject) -> Measured:
     """The largest entry above the diagonal, with the dimensions in the order of the layer."""
     layer = getattr(s.layer, "bijection", s.layer)
-    orders = [getattr(part, "order", None) for part in (layer, getattr(layer, "net", None))]
-    order = next((order.argsort() for order in orders if torch.is_tensor(order)), None)
-    if order is None:
+    if not isinstance(net := getattr(layer, "net", None), MADE):
         raise NotApplicable("not autoregressive")
+    order = net.order.argsort()
     return worst({
         name: float(_jacobians(s, inverse, 1)[2][0][order][:, order].triu(1).abs().max())
         for name, inverse, _ in s.directions()

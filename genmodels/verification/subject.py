@@ -391,7 +391,7 @@ def prepare(
     x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
     if tuple(x.shape[1:]) != shape:
         raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")
-    cond = cond.to(device).double() if cond is not None and cond.is_floating_point() else cond
+    cond = None if cond is None else cond.to(device, torch.float64 if cond.is_floating_point() else cond.dtype)
     if waits(work):
         rows = draw((_INITIAL_ROWS, *shape), x_range, generator).to(device)
         data, data_cond = (rows, rows_of(cond, len(rows))) if initial is None else initial

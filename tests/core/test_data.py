@@ -16,12 +16,12 @@ def _levels(value: int, dtype=torch.uint8, levels: int = 17) -> tuple[DataSpec, 
 
 
 @pytest.mark.parametrize("levels", [2, 17, 255, 256, 1000])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64])
 def test_every_level_is_accepted(levels, dtype):
     highest = min(levels - 1, torch.iinfo(dtype).max)
     spec, batch = _levels(highest, dtype, levels)
     spec.check(batch)
-    assert int(batch.x.max()) == highest  # and nothing was changed
+    assert int(batch.x.long().max()) == highest  # and nothing was changed
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,8 @@ def test_shapes_types_and_classes_are_checked():
         spec.check(Batch(batch.x.float()))
     with pytest.raises(ValueError, match=r"item 1 of digits: class 10 outside 0\.\.9"):
         spec.check(Batch(batch.x, torch.tensor([0, 10, 1, 2])))
+    with pytest.raises(ValueError, match=r"4 items of digits, but conditions of shape \(5,\)"):
+        spec.check(Batch(batch.x, torch.arange(5)))
     with pytest.raises(ValueError, match="toy has real numbers, but the batch is torch.complex64"):
         DataSpec("toy", (2,)).check(Batch(torch.ones(2, 2) + 1j))
     with pytest.raises(ValueError, match="item 1 of toy holds a value that is not finite"):

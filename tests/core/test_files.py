@@ -6,16 +6,19 @@ import ast
 import json
 import os
 import secrets
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from genmodels.core.checkpoint import checkpoint_hash, nonfinite_weight, read_header, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import check_writable, located, metadata, new_folder, open_lock, write_whole
+from genmodels.core.files import check_writable, located, metadata, new_folder, open_lock, typed, write_whole
 from genmodels.models.checkpoint import load_model, read_resumable, write_exported
 from genmodels.models.normalizing_flows import NSF
 from tests.untrained import write
@@ -83,6 +86,27 @@ def test_only_files_are_replaced(make, tmp_path):
     after = os.lstat(tmp_path / "x")
     assert after[:7] == before[:7] and after.st_mtime_ns == before.st_mtime_ns  # a look at a link is an access
     assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(InputError, match=r"out=.*/x.csv is a (pipe|device|folder): name a file"):
+        (tmp_path / "x").rename(tmp_path / "x.csv")
+        check_writable("out", tmp_path / "x.csv")
+
+
+def test_a_name_may_be_as_long_as_the_disk_allows(tmp_path):
+    path = tmp_path / ("\N{HIRAGANA LETTER A}" * 80 + ".json")  # 245 bytes
+    write_whole(path, text("x"), mode="w")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_home_of_nobody_is_one_line():
+    with pytest.raises(InputError, match="~nobody-of-that-name/x.ckpt is no checkpoint: "):
+        located("~nobody-of-that-name/x.ckpt")
+
+
+@pytest.mark.parametrize("value", ["Hello there.", "it's", 'a "b"', "a ${x} $y", "a\\b", "x", ["a b", 1]])
+def test_a_typed_setting_is_read_as_it_was(value):
+    [word] = shlex.split(typed("key", value))
+    read = OverridesParser.create().parse_override(word).value()
+    assert OmegaConf.to_container(OmegaConf.create({"key": read}), resolve=True)["key"] == value
 
 
 def test_a_lock_empties_nothing_and_follows_no_link(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genmodels.core.errors import InputError
 from genmodels.nn.energy_nets import Confinement, DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
 
 NETS = {
@@ -106,6 +107,9 @@ def test_spectral_norm():
     for _ in range(30):
         net(torch.zeros(1, 1, 8, 8))
     assert float(torch.linalg.matrix_norm(net.body[-1][-1].weight, 2).detach()) == pytest.approx(1, abs=1e-4)
+    # The backward pass would read the weights again, and reading moves them.
+    with pytest.raises(InputError, match="spectral_norm = true does not go with checkpointing = true"):
+        EnergyConv((1, 8, 8), spectral_norm=True, checkpointing=True)
 
 
 def test_unet_forms():

@@ -279,6 +279,34 @@ def test_own_inputs_and_conditions_are_used():
         check_bijection(Couple(), (4,), cond=torch.ones(2, 1), only=["condition", "round trip"])
 
 
+def test_a_log_det_that_is_not_a_number_far_out_fails():
+    class Lost(nn.Module):
+        def forward(self, x, cond=None, mask=None):
+            far = x.abs().amax(1)
+            return x.clone(), torch.where((far > 8) & (far < 45), math.nan, x.new_zeros(len(x)))
+
+        inverse = forward
+
+    report = check_bijection(Lost(), (4,), only=["log-det forward", "log-det inverse"])
+    assert report.failed == ["log-det forward", "log-det inverse"] and "far out: says nan" in str(report)
+
+
+def test_a_permutation_with_an_order_is_not_autoregressive():
+    class Permuted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("order", torch.tensor([2, 0, 3, 1]))
+
+        def forward(self, x, cond=None, mask=None):
+            return x[:, self.order], x.new_zeros(len(x))
+
+        def inverse(self, z, cond=None, mask=None):
+            return z[:, self.order.argsort()], z.new_zeros(len(z))
+
+    report = check_bijection(Permuted(), (4,), compiler=None)
+    assert report.passed and report["triangular Jacobian"].status == NOT_APPLICABLE
+
+
 def test_checks_may_be_chosen_by_an_iterator():
     class Wrong(Stretch):
         def _forward(self, x, cond, mask):
