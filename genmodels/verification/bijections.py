@@ -62,7 +62,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
-    return far if far is not None and error < _DOUBTFUL and not far.error <= error else Measured(error, note)
+    return far if far is not None and error < min(far.error, _DOUBTFUL) else Measured(error, note)
 
 
 def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
@@ -85,10 +85,9 @@ def _log_det_far_out(s: Subject, inverse: bool) -> Measured | None:
         sizes = torch.linalg.svdvals(matrix)
         true, scale = sizes.log().sum(), 1e-6 * torch.maximum(sizes[0], 1 / sizes[-1])
         error = float((returned[row] - true).abs() / (1 + true.abs()) / scale.clamp(min=1))
-        if not error <= found.error:
+        error = math.inf if bool(returned[row].isnan()) else error
+        if error > found.error:  # not where the Jacobian is singular, and the error NaN
             found = Measured(error, f"far out: says {float(returned[row]):.9g}, is {float(true):.9g}")
-        if math.isnan(found.error):
-            break
     return found
 
 
@@ -263,11 +262,16 @@ def constant(s: Subject) -> Measured:
 @JACOBIAN_CHECKS.add("triangular Jacobian", 0.0,
                    "an output of an autoregressive layer depends on inputs up to its own only")
 def triangular(s: Subject) -> Measured:
-    """The largest entry above the diagonal, with the dimensions in the order of the layer."""
+    """The largest entry above the diagonal in the order of a MADE's outputs, or of the layer's `autoregressive_order`.
+
+    The order holds the place of each dimension in the sequence.
+    """
     layer = getattr(s.layer, "bijection", s.layer)
-    if not isinstance(net := getattr(layer, "net", None), MADE):
+    net = getattr(layer, "net", None)
+    order = net.order if isinstance(net, MADE) else getattr(layer, "autoregressive_order", None)
+    if order is None:
         raise NotApplicable("not autoregressive")
-    order = net.order.argsort()
+    order = order.argsort()
     return worst({
         name: float(_jacobians(s, inverse, 1)[2][0][order][:, order].triu(1).abs().max())
         for name, inverse, _ in s.directions()

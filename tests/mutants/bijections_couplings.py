@@ -221,7 +221,7 @@ class Forwards(Bijection):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("order", torch.arange(4))
+        self.register_buffer("autoregressive_order", torch.arange(4))
 
     def matrix(self, x: Tensor) -> Tensor:
         """The Jacobian."""
