@@ -61,7 +61,8 @@ class Composer:
         parser = OverridesParser.create(config_loader=self.hydra.config_loader)
         try:
             words = [self._open(word) for word in parser.parse_overrides([in_quotes(word) for word in overrides])]
-            return parser.parse_overrides(self._with_network(parser.parse_overrides(words)))
+            opened = parser.parse_overrides(words)
+            return parser.parse_overrides([*self._trainer_last(opened), *self._with_network(opened)])
         except OverrideParseException as error:
             raise InputError(_unreadable(error.override)) from error
 
@@ -105,6 +106,17 @@ class Composer:
             if {*net} <= {TARGET, *target(*wanted).keys}:
                 return words
         return ["++model.net=null", *kept]
+
+    def _trainer_last(self, opened: list[Override]) -> list[str]:
+        """The settings of `trainer=` as words next to an experiment, which is composed later and would win."""
+        chosen = {override.key_or_group: override.value() for override in opened}
+        if not chosen.get("experiment") or chosen.get("trainer") not in self._options("trainer"):
+            return []
+        found = self.hydra.config_loader.repository.load_config(f"trainer/{chosen['trainer']}")
+        settings = OmegaConf.to_container(found.config)
+        settings = settings if found.header.get("package") == "_global_" else {"trainer": settings}
+        words = [f"++{key}={in_hydra(value)}" for key, value in flat(settings).items()]
+        return [word for word in words if word not in [override.input_line for override in opened]]
 
     def compose(self, overrides: list[str]) -> dict:
         """The checked configuration of one run.

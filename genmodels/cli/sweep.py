@@ -103,10 +103,13 @@ class Point:
         return Path(self.folder) / (folder_name(self.title(words)) or "defaults")
 
     def report(self, words: Sequence[str], config: dict) -> dict:
-        """The place of the report of a point of `evaluate`, which would be the same for all; empty if it is not."""
+        """The place of the result of `evaluate` or `export` where it would be the same for all points, else empty."""
+        name = folder_name(self.title(words))
+        if self.command == "export" and not config.get("out"):
+            return {"out": f"model_{name}.safetensors"}
         if self.command != "evaluate" or config.get("out"):
             return {}
-        ckpt, name = config["ckpt"], folder_name(self.title(words))
+        ckpt = config["ckpt"]
         single = ckpt if isinstance(ckpt, str) else ckpt[0] if len(ckpt) == 1 else None
         if single is None:
             return {"out": str(new_folder(Path(f"comparison_{name}")))}

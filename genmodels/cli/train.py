@@ -17,7 +17,7 @@ import yaml
 
 from genmodels.cli.schema import TARGET, Schema
 from genmodels.core.checkpoint import read_header, verify
-from genmodels.core.errors import InputError, RunError, explain, stored_options
+from genmodels.core.errors import InputError, RunError, counted, explain, stored_options
 from genmodels.core.files import flat, is_exported, located, write_text
 from genmodels.core.random import seed_of
 from genmodels.data.base import DataModule
@@ -192,8 +192,8 @@ def _check_end(
         RunError: for a training that has stopped before its end.
     """
     if lightning.should_stop:
-        parts.say(f"note: stopped at step {lightning.global_step} of {steps}, after {options.early_stopping} "
-                  "validations in a row without a better metric")
+        parts.say(f"note: stopped at step {lightning.global_step} of {steps}, after "
+                  f"{counted(options.early_stopping, 'validation')} in a row without a better metric")
     elif lightning.global_step < steps:
         raise RunError(f"stopped at step {lightning.global_step} of {steps}")
     every = options.validate_every_n_steps or steps

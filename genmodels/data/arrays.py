@@ -91,6 +91,9 @@ def _heading(lines: list[str], path: Path) -> tuple[list[str], str | None]:
     # A name may hold another mark, which then does not separate the line below.
     alike = [mark for mark in marks if mark in found and len(_cells(line, mark)) == len(_cells(below, mark))]
     delimiter = next(iter([*alike, *found]), None)
+    words = line.split()
+    if delimiter is None and len(words) > 1 and len(_cells(below, None)) == 1 and not any(map(_is_number, words)):
+        return [line.removeprefix("#").strip().strip('"')], None  # of a single column, whose name may hold blanks
     cells = _cells(line.removeprefix("#").lstrip(" "), delimiter)  # np.savetxt writes a # before the names
     count = [str(number) for number in range(len(cells))]
     # pandas writes the numbers of columns without names; an empty cell is above those of its lines.
@@ -259,6 +262,10 @@ class Arrays(DataModule):
                         columns=columns_of(self.file), fingerprint=_fingerprint(sources, content.hexdigest()))
         if first.dtype.kind == "f" and first.dtype.itemsize > 4 and len(spec.event_shape) == 1:
             require_precision(spec, torch.from_numpy(_some(first, 10_000).astype(np.float64)))
+        if kind.levels is None and len(spec.event_shape) == 3:
+            low, high = (float(end(_some(first, 1000))) for end in (np.min, np.max))
+            if low < 0 or high > 1:
+                print(f"{self.file}: values from {low:.3g} to {high:.3g}, of which pictures show 0 to 1 alone")
         return spec, self._splits(sources, kind)
 
     def _splits(self, sources: dict, kind: ItemKind) -> dict[str, BatchDataset]:

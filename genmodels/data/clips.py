@@ -204,7 +204,8 @@ def _require_folder(root: Path) -> None:
 
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
-        raise InputError(f"{path} does not exist: give the folder or file that this layout reads")
+        raise InputError(f"{path} {'is not a file' if path.exists() else 'does not exist'}: give the folder or file "
+                         "that this layout reads")
     try:
         return path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` also cuts at U+2028 within a text
     except UnicodeDecodeError as error:

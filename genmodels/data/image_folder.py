@@ -29,7 +29,7 @@ SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val",
                "test": "test", "testing": "test"}
 INDEX_NAME = ".genmodels-index.json"
-_BITS_PER_SAMPLE = 258  # tag of TIFF
+_BITS_PER_SAMPLE, _PHOTOMETRIC = 258, 262  # tags of TIFF
 _SINGLE_PICTURE = ("MPO",)  # formats whose further frames are other views of the same photograph
 
 
@@ -80,15 +80,18 @@ def fitted(image: Image.Image, size: tuple[int, int], mode: str, resampling: Ima
     if frames > 1 and image.format not in _SINGLE_PICTURE:
         raise ValueError(f"holds {frames} frames, not one picture")
     image.load()
-    largest = 2 ** getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))[0] - 1
-    upright = _eight_bit(ImageOps.exif_transpose(image), image.format, largest)
+    tags = getattr(image, "tag_v2", {})
+    largest = 2 ** tags.get(_BITS_PER_SAMPLE, (16,))[0] - 1
+    inverted = tags.get(_PHOTOMETRIC) == 0  # white is 0, which Pillow does not heed for more than 8 bits
+    upright = _eight_bit(ImageOps.exif_transpose(image), image.format, largest, inverted)
     return ImageOps.fit(upright.convert(mode), size, resampling)
 
 
-def _eight_bit(image: Image.Image, form: str | None, largest: int) -> Image.Image:
+def _eight_bit(image: Image.Image, form: str | None, largest: int, inverted: bool) -> Image.Image:
     """The same picture, of a file of such a format and wide values, with 8 bits per channel and no transparency."""
     if image.mode.startswith("I;16") or (image.mode == "I" and form in ("PNG", "PPM")):
         wide = np.asarray(image).astype(np.int64)
+        wide = largest - wide if inverted else wide
         levels = ((wide * 255 + largest // 2) // largest).astype(np.uint8)
         levels[wide == image.info.get("transparency", -1)] = 255
         return Image.fromarray(levels)

@@ -81,14 +81,15 @@ _CELLS = 512  # cells in one call of a density
 
 
 def extent_of(points: Tensor) -> list[float]:
-    """[x0, x1, y0, y1] of a box around points (N, 2), with a margin of 15 % on every side.
+    """[x0, x1, y0, y1] of a box around points (N, 2), with a margin of 15 % on every side, or of the value itself.
 
     Example:
-        >>> extent_of(torch.tensor([[0.0, 0.0], [20.0, 40.0]]))
-        [-3.0, 23.0, -6.0, 46.0]
+        >>> extent_of(torch.tensor([[0.0, 0.0], [20.0, 40.0]])), extent_of(torch.tensor([[0.0, 20.0]]))
+        ([-3.0, 23.0, -6.0, 46.0], [-1.0, 1.0, 17.0, 23.0])
     """
     low, high = points.double().amin(0), points.double().amax(0)
-    spare = 0.15 * (high - low)
+    spare = 0.15 * torch.where(high > low, high - low, high.abs())
+    spare = torch.where(spare > 0, spare, 1.0)
     low, high = low - spare, high + spare
     return [float(low[0]), float(high[0]), float(low[1]), float(high[1])]
 

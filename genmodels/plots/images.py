@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -115,13 +115,23 @@ def rendered(figure) -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
+def aspect_of(width: float, height: float) -> Literal["equal", "auto"]:
+    """The aspect of a part of the plane: one scale for both axes, unless one side is more than four times the other.
+
+    Example:
+        >>> aspect_of(2.0, 3.0), aspect_of(40.0, 20000.0)
+        ('equal', 'auto')
+    """
+    return "equal" if max(width, height) <= 4 * min(width, height) else "auto"
+
+
 def scatter(x: Tensor, title: str = "") -> Image.Image:
-    """A scatter plot of points (N, 2) with equal axes."""
+    """A scatter plot of points (N, 2), with equal axes where their ranges are alike."""
     figure, ((axes,),) = panels(5, 5)
     points = x.numpy()
     size = min(30.0, max(3.0, 1500 / max(1, len(points))))  # a few points are drawn larger
     axes.scatter(points[:, 0], points[:, 1], s=size, alpha=0.5, linewidths=0)
-    axes.set_aspect("equal")
+    axes.set_aspect(aspect_of(*np.ptp(points, axis=0)))
     axes.set_title(title)
     return rendered(figure)
 
@@ -307,14 +317,15 @@ def picture_of_fields(
         rows.append(("true", truth.log_prob, lambda x: _slopes(truth.log_prob, x, 1e-3 * float(scale.min()))))
     shown = log_density if truth is None else truth.log_prob
     columns = 1 if log_density is None else 2
-    height = 4 * float(scale[1] / scale[0]) + 0.5
+    aspect = aspect_of(float(scale[0]), float(scale[1]))
+    height = 4 * float(scale[1] / scale[0]) + 0.5 if aspect == "equal" else 4.5
     figure, axes = panels(4 * columns, len(rows) * min(8.0, max(1.5, height)), len(rows), columns)
     top, arrows = None, None
     for row, (name, log_p, field) in zip(axes, reversed(rows), strict=True):  # the true density sets the scales
         if log_density is not None:
             values = log_p(_grid(box, _PIXELS)).detach().double().exp().cpu().numpy().reshape(_PIXELS, _PIXELS)
             top = float(values.max()) if top is None else top
-            row[0].imshow(values.T, origin="lower", extent=[*box[0], *box[1]], aspect="equal", vmin=0, vmax=top)
+            row[0].imshow(values.T, origin="lower", extent=[*box[0], *box[1]], aspect=aspect, vmin=0, vmax=top)
             row[0].set_title(f"{name} density")
         arrows = _arrows(row[-1], box, field, shown, arrows)
         row[-1].set_title(f"{name} score")
@@ -336,7 +347,7 @@ def _arrows(axes, box, field: Function, shown: Function | None, longest: float |
     x = points.cpu().numpy()
     axes.quiver(x[:, 0], x[:, 1], vectors[:, 0], vectors[:, 1], angles="xy", scale_units="xy", scale=longest / size,
                 width=0.004)
-    axes.set(xlim=box[0], ylim=box[1], aspect="equal")
+    axes.set(xlim=box[0], ylim=box[1], aspect=aspect_of(*np.ptp(box, axis=1)))
     return longest
 
 

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
+from genmodels.plots.images import aspect_of
 from genmodels.report.parts import Listing, legal
 
 #: Colours of the page by their names in its style sheet; c0 ... c7 are those of curves, which also differ in dashes.
@@ -113,7 +114,7 @@ def figure(
         x_label, y_label: labels of the axes, with units.
         log_x, log_y: logarithmic axes; values that are not positive are left out, with a note.
         rules: straight lines for comparison.
-        field: the part of the plane that contains the points; both axes then have one scale.
+        field: the part of the plane that contains the points; both axes have one scale where their ranges are alike.
         note: a text below the figure.
 
     Example:
@@ -129,7 +130,8 @@ def figure(
     legend, height = [], _HEIGHT
     if field is not None:
         x0, x1, y0, y1 = field.extent
-        height = 30 + 0.9 * _WIDTH * (y1 - y0) / (x1 - x0)
+        equal = aspect_of(x1 - x0, y1 - y0) == "equal"
+        height = 30 + 0.9 * _WIDTH * ((y1 - y0) / (x1 - x0) if equal else 1)
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
         drawing = Drawing((_WIDTH / 72, height / 72), layout="constrained")
         axes = drawing.add_subplot()
@@ -181,7 +183,8 @@ def _scales(axes: Axes, series: Sequence[Series], log_x: bool, log_y: bool, fiel
             axes.imshow(field.values, colours, vmin=0, vmax=field.top, origin="lower", extent=field.extent,
                         interpolation="none")
         axes.grid(False)
-        axes.set(aspect="equal", xlim=field.extent[:2], ylim=field.extent[2:])
+        x0, x1, y0, y1 = field.extent
+        axes.set(aspect=aspect_of(x1 - x0, y1 - y0), xlim=(x0, x1), ylim=(y0, y1))
     elif any(one.form == "steps" for one in series):
         axes.margins(x=0)
     for axis, name, log in ((axes.xaxis, "x", log_x), (axes.yaxis, "y", log_y)):

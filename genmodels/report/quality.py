@@ -10,6 +10,7 @@ import torch
 from genmodels.data.base import items_of
 from genmodels.data.text import to_text
 from genmodels.evaluation.report import Fidelity, Layer, Measures, Scale, Skipped
+from genmodels.models.density import extent_of
 from genmodels.report.figures import Field, Rule, Series, figure
 from genmodels.report.parts import (
     Gallery,
@@ -107,9 +108,7 @@ def _around(models: list[Model]) -> Field:
     """The part of the plane that contains the samples of all models, so that all have one scale."""
     inside = np.concatenate([a for model in models if model.report.samples
                              and (a := model.array(model.report.samples.x)) is not None])
-    low, high = np.quantile(inside, 0.002, axis=0), np.quantile(inside, 0.998, axis=0)
-    room = 0.06 * (high - low) + 1e-9
-    return Field((low[0] - room[0], high[0] + room[0], low[1] - room[1], high[1] + room[1]))
+    return Field(tuple(extent_of(torch.as_tensor(np.quantile(inside, [0.002, 0.998], axis=0)))))
 
 
 def _numbered(index: np.ndarray | None, count: int) -> str:

@@ -305,6 +305,9 @@ class StopWithoutImprovement(EarlyStopping):
 
     def on_train_start(self, trainer, pl_module) -> None:
         """Stop a resumed run that had been stopped, unless its patience is larger now."""
+        before = next((c.best for c in trainer.callbacks if isinstance(c, Checkpointing)), None)
+        if before is not None and self.best_score.isinf():  # the run that is resumed had no early stopping
+            self.best_score = torch.tensor(before)
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -24,7 +24,7 @@ from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.models.density import extent_of, midpoints, on_grid, width_of
-from genmodels.plots.images import panels, rendered, truth_of
+from genmodels.plots.images import aspect_of, panels, rendered, truth_of
 from genmodels.training.loggers import show
 
 _PIXELS = 96  # of a density, per side
@@ -113,9 +113,10 @@ def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.
         shown.insert(0, ("true", truth.log_prob(points).view(_PIXELS, _PIXELS)))
     top = float(shown[0][1][shown[0][1].isfinite()].double().exp().max())
     figure, axes = panels(4.0 * len(shown), 4.0, columns=len(shown))
+    aspect = aspect_of(extent[1] - extent[0], extent[3] - extent[2])
     for one, (name, values) in zip(axes[0], shown, strict=True):
         density = values.double().exp().cpu().numpy()
-        one.imshow(density, origin="lower", extent=extent, aspect="equal", vmin=0, vmax=top)
+        one.imshow(density, origin="lower", extent=extent, aspect=aspect, vmin=0, vmax=top)
         one.set_title(f"{name} density")
     return rendered(figure)
 

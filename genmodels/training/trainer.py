@@ -321,8 +321,8 @@ def _single_losses(smoothed: np.ndarray, decay: float = 0.98) -> np.ndarray:
 
 #: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.
 FREE = {
-    "trainer.max_steps", "trainer.max_epochs", "data.num_workers", "data.root", "data.file", "data.storage",
-    "data.download", "trainer.validate_every_n_steps", "trainer.limit_evaluation",
+    "trainer.max_steps", "trainer.max_epochs", "data.num_workers", "data.root", "data.file", "data.labels",
+    "data.storage", "data.cache", "data.download", "trainer.validate_every_n_steps", "trainer.limit_evaluation",
     "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress", "trainer.early_stopping",
     "trainer.lr_find",
 }  # fmt: skip

@@ -333,6 +333,12 @@ def test_every_point_of_an_evaluation_has_a_place_of_its_own(ckpt, swept, more, 
         assert point.report([word], {"ckpt": ckpt}) == {"out": f"{out}_2"}
 
 
+def test_every_point_of_an_export_has_a_file_of_its_own():
+    point = Point("export", ("ema",), "sweep", ("genmodels",))
+    assert point.report(["ckpt=a", "ema=false"], {"ckpt": "a"}) == {"out": "model_ema-false.safetensors"}
+    assert point.report(["ema=false"], {"ckpt": "a", "out": "mine.onnx"}) == {}
+
+
 @pytest.mark.parametrize("word", ["seed=range(0)", "seed=range(3,1)", "model.optimizer.lr=glob(*)"])
 def test_a_sweep_over_nothing_is_refused(points, capsys, word):
     assert cli.main(["train", "-m", word]) == 2 and points == []

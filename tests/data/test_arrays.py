@@ -326,6 +326,19 @@ def test_faulty_labels_are_those_of_their_own_file(tmp_path, refuses):
         refuses(InputError, says.format(file), Arrays(file=str(tmp_path / "x.npy"), labels=str(file)).prepare)
 
 
+def test_the_name_of_a_single_column_may_hold_blanks(tmp_path):
+    (tmp_path / "t.csv").write_text("\n".join(["body height", *map(str, range(20))]))
+    assert Arrays(file=str(tmp_path / "t.csv")).prepare().spec.columns == ("body height",)
+
+
+@pytest.mark.parametrize(("low", "said"), [(0.0, ""), (-1.0, "values from -1 to 1, of which pictures show 0 to 1")])
+def test_images_outside_the_range_of_pictures_are_told_of(tmp_path, capsys, low, said):
+    np.save(tmp_path / "x.npy", np.linspace(low, 1, 20 * 16, dtype=np.float32).reshape(20, 1, 4, 4))
+    Arrays(file=str(tmp_path / "x.npy"), layout="nchw").prepare()
+    out = capsys.readouterr().out
+    assert said in out and bool(out) == bool(said)
+
+
 def test_whether_numbers_of_columns_are_an_item_is_always_said(tmp_path, capsys):
     """pandas writes 0,1,... above columns without names, and 0 above one, which is as likely an item."""
     item = "the whole numbers in line 1 are an item; if they are a heading"

@@ -80,6 +80,7 @@ ZOO = {
     "sixteen.png": (_wide(257 * 77), {}, (77, 77, 77), (77, 77, 77)),
     "sixteen_hole.png": (_wide(257 * 77), {"transparency": 257 * 77}, (255, 255, 255), (255, 255, 255)),
     "sixteen_white.tif": (_wide(65535), {}, (255, 255, 255), (255, 255, 255)),
+    "sixteen_white_is_0.tif": (_wide(257 * 55), {"tiffinfo": {262: 0}}, (200, 200, 200), (200, 200, 200)),
     "cmyk.tif": (Image.new("CMYK", (6, 6), (0, 255, 255, 0)), {}, (255, 0, 0), (255, 0, 0)),
     "cmyk.jpg": (Image.new("CMYK", (6, 6), (0, 255, 255, 0)), {"quality": 100}, (255, 0, 0), (255, 0, 0)),
     "ycbcr.jpg": (_plain((200, 10, 30)).convert("YCbCr"), {"quality": 100}, (200, 10, 30), (200, 10, 30)),

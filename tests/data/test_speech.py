@@ -211,6 +211,11 @@ def test_a_line_separator_within_a_text_is_part_of_it(tmp_path):
     assert first.text == "one\u2028two" and wrong.where == "b.wav (list.txt, line 3)"
 
 
+def test_a_folder_is_no_manifest(tmp_path):
+    with pytest.raises(InputError, match="is not a file: give the folder or file that this layout reads"):
+        read_clips("manifest", tmp_path)
+
+
 def test_manifest_with_speakers(tmp_path):
     for k in range(6):
         write(tmp_path / f"{k}.wav", noise(22050, k))

@@ -102,6 +102,10 @@ def test_the_shown_frames_change_evenly():
 def test_points_have_a_picture_and_long_vectors_have_none():
     points = picture_of(torch.randn(50, 2), DataSpec("p", (2,)))
     assert points.size[0] > 100 and np.asarray(points).std() > 0
+    alone = np.asarray(picture_of(torch.tensor([[1.0, 2.0]]), DataSpec("p", (2,))))
+    income = np.asarray(picture_of(torch.randn(50, 2) * torch.tensor([1.0, 1e4]), DataSpec("p", (2,))))
+    for picture in (alone, income):  # columns of pixels that are not white: the points fill the square
+        assert picture.shape == np.asarray(points).shape and (picture.std(axis=(0, 2)) > 1).mean() > 0.4
     assert picture_of(torch.randn(5, 7), DataSpec("v", (7,))) is None
 
 

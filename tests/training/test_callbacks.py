@@ -12,9 +12,20 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
-from genmodels.training.callbacks import SampleGrid, StepBar, Steps, StopWithoutImprovement
+from genmodels.training.callbacks import Checkpointing, SampleGrid, StepBar, Steps, StopWithoutImprovement
 
 SPECS = {"images": DataSpec("digits", (1, 8, 8), levels=17), "points": DataSpec("plane", (2,))}
+
+
+def test_early_stopping_of_a_resumed_run_knows_its_best_metric():
+    kept, stop = Checkpointing.__new__(Checkpointing), StopWithoutImprovement(1)
+    kept.best = 2.0
+    trainer = SimpleNamespace(callbacks=[stop, kept], should_stop=False)
+    stop.on_train_start(trainer, None)
+    assert float(stop.best_score) == 2.0 and not trainer.should_stop
+    kept.best = 1.0
+    stop.on_train_start(trainer, None)
+    assert float(stop.best_score) == 2.0  # its own state wins
 
 
 @pytest.mark.parametrize("name", SPECS)
