@@ -232,8 +232,8 @@ def test_a_figure_draws_what_it_is_given():
     dots = points(figure([Series("a", [0, 1], [0, 1], "dots")], "t", "", "", field=Field((-1, 2, -1, 2))), "c0")
     assert dots[0][1:] == dots[1][1:] and dots[2][1:] == dots[3][1:]
     assert dots[2][1] - dots[0][1] == pytest.approx(dots[0][2] - dots[2][2], abs=0.1)  # one scale for both axes
-    heights = [float(re.search(r'viewBox="0 0 360 ([\d.]+)"', figure([], "t", "", "", field=Field((0, 1, 0, top))).svg)[1])
-               for top in (1, 2, 1e5)]  # other units: a square
+    drawn = [figure([], "t", "", "", field=Field((0, 1, 0, top))).svg for top in (1, 2, 1e5)]  # the last as a square
+    heights = [float(re.search(r'viewBox="0 0 360 ([\d.]+)"', svg)[1]) for svg in drawn]
     assert heights[0] == heights[2] < heights[1] < 2 * heights[0]
     ruled = figure([Series("a", [0, 1], [1, -1]), Series("b", [0, 1], [2, 1], colour=0, dash=1)], "t", "x", "$y$ <",
                    log_y=True, rules=[Rule("limit", 3.0)])
