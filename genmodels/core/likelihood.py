@@ -38,7 +38,7 @@ def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor
 class Profile:
     """NLL in nats by noise level: `nats[i]` is the part between `edges[i]` and `edges[i + 1]`, summed over examples.
 
-    Shapes: `edges (n + 1,)` increasing log-SNR, `nats (n,)` float64 sums over `items` examples.
+    Shapes: `edges (n + 1,)` log-SNR from one end to the other, `nats (n,)` float64 sums over `items` examples.
     """
 
     edges: Tensor
@@ -228,7 +228,7 @@ class Likelihood:
         sums = block_sums(rest) if unit in OF_TEXT else rest
         both = float(sums.square().sum()) * len(sums) / (len(sums) - 1) / n**2
         draws = None if self.stderr is None else float(self.stderr.square().sum()) / n**2
-        items = both if draws is None else max(0.0, both - draws)
+        items = both if draws is None else 0.0 if both <= draws else both - draws  # NaN if the draws' error is
         shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
         size = float(dims.mean())
         bits = size * math.log(2)
@@ -242,7 +242,7 @@ class Likelihood:
         The variance over items contains both; subtracting the mean square of `stderr` leaves that of the items.
         Exact values have no draws, hence no noise.
         """
-        finite = torch.isfinite(self.nats)
+        finite = torch.isfinite(self.nats) & (self.dims > 0)  # an empty transcript has no dimension
         values = (self.nats / self.dims)[finite]
         exact = self.kind in ("exact", "ais", "unnormalised") or (
             self.kind == "ode" and self.made.get("divergence") == "exact")

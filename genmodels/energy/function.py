@@ -199,9 +199,11 @@ class LogDensity(EnergyFunction):
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         log_prob = getattr(self.model, "log_prob", self.model)
-        found = log_prob(x) if cond is None else log_prob(x, cond)
-        # The sign is its own inverse: the energy of a log-density is minus that log-density.
-        return log_density_of(one_each("a log-density", found, x))
+        with torch.autocast(x.device.type, enabled=False):
+            x = wide(x)
+            found = log_prob(x) if cond is None else log_prob(x, cond)
+            # The sign is its own inverse: the energy of a log-density is minus that log-density.
+            return log_density_of(one_each("a log-density", found, x))
 
 
 class NoiseConditionalScore(nn.Module):

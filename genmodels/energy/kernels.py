@@ -17,7 +17,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, at_least, check_temperature, positive
 from genmodels.core.random import Generator, at_step, normal, uniform
-from genmodels.core.tensors import event_size
+from genmodels.core.tensors import event_size, hide
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, ScoreFunction, like
 
 #: A proposal that raises the energy by more than this counts as a divergence of the integrator.
@@ -356,7 +356,7 @@ def predictor_corrector(
             x = x + gap * _score(model, x, sigma, cond) + gap**0.5 * noise_like(x, keyed)
             for _ in range(corrector_steps):
                 score, noise = _score(model, x, smaller, cond), noise_like(x, keyed)
-                h = (size * (snr / _length(score)).square()).clamp(max=smaller**2)
+                h = (size * (snr / _length(hide(score, mask))).square()).clamp(max=smaller**2)
                 x = x + h * score + (2 * h).sqrt() * noise
             if callback is not None:
                 callback(i, x)

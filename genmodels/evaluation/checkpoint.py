@@ -21,7 +21,7 @@ from genmodels.core.processes import Ranks
 from genmodels.core.random import seed_of
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule
-from genmodels.evaluation.features import Cache, code_hash, key_of
+from genmodels.evaluation.features import Cache, code_hash, device_of, key_of
 from genmodels.evaluation.materials import require_same_items
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
@@ -362,9 +362,9 @@ class EvaluationState:
         return key_of(
             stage=stage, checkpoint=self.sha256, settings=settings, data=self.report.data.item_hash,
             items=self.opened.items, split=self.request.split, weights=str(weights_of(self.request.ema)),
-            seed=self.request.seed, batch_size=self.request.batch_size, device=str(self.opened.model.device),
-            threads=torch.get_num_threads(), torch=torch.__version__, code=code_hash(),
-            data_options=self.request.data,
+            seed=self.request.seed, batch_size=self.request.batch_size, threads=torch.get_num_threads(),
+            torch=torch.__version__, code=code_hash(), data_options=self.request.data,
+            device=device_of(self.opened.model.device, stage),
         )
 
     def once(self, stage: str, settings: dict, compute: Callable[[], dict]) -> dict:

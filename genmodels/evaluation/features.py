@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,20 +21,33 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import write_whole
 from genmodels.core.random import seed_of
+from genmodels.models.build import USED_PACKAGES
 
 #: Raised when the layout of stored results changes.
 FORMAT = 1
 
 
-@functools.cache
 def code_hash() -> str:
-    """A hash of the sources of this package, so that results of other code are not reused."""
-    root = Path(__file__).resolve().parents[1]
+    """A hash of the sources of genmodels and of the trusted packages in use: results of other code are not reused."""
+    return " ".join(_sources_hash(package) for package in sorted({"genmodels", *USED_PACKAGES}))
+
+
+@functools.cache
+def _sources_hash(package: str) -> str:
+    module = sys.modules[package]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
+    for root in map(Path, getattr(module, "__path__", [module.__file__])):
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def device_of(device: torch.device, stage: str) -> str:
+    """The device by its model; for stages whose results contain times also the name of the computer."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    timed = stage in ("cost", "samples", "speech", "spoken_at", "transcription")
+    return f"{name} of {platform.node()}" if timed else name
 
 
 def key_of(**parts) -> str:
@@ -204,6 +219,9 @@ class Scaled(nn.Module):
         if items.spec.levels is not None:
             location = scale = torch.full((1,), (items.spec.levels - 1) / 2)
         else:
+            if len(items.train) < 2:
+                raise InputError(f"{items.spec.name} has a single training item, by which features cannot be scaled: "
+                                 "leave the stage fidelity out")
             wide = items.train.double()
             of_channel = wide.movedim(1, -1).flatten(0, -2).std(0).view(-1, *[1] * (wide.dim() - 2))
             location, scale = wide.mean(0), torch.maximum(wide.std(0), of_channel / 4)
@@ -332,11 +350,11 @@ def inception(items: Items) -> FeatureNetwork:
                          f"({reason}): place it in {torch.hub.get_dir()}/checkpoints") from error
     net.fc = nn.Identity()
     net.eval()
-    top = (items.spec.levels or 2) - 1
+    top = items.spec.levels - 1
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
     def compute(x: Tensor) -> Tensor:
-        x = (x.float() / top).clamp(0, 1).expand(-1, 3, -1, -1)
+        x = (x.float() / top).expand(-1, 3, -1, -1)
         x = F.interpolate(x, (299, 299), mode="bilinear", antialias=True, align_corners=False)
         return net((x - mean[:, None, None]) / std[:, None, None])
 
@@ -370,8 +388,8 @@ def chosen_network(spec: DataSpec, name: str = "auto") -> str:
         raise InputError("features=random-conv is for images and sequences: vectors have features=coordinates")
     if name == "coordinates" and not vector:
         raise InputError("features=coordinates is for vectors: images have features=classifier or random-conv")
-    if name == "inception" and not (spec.is_image and spec.event_shape[0] in (1, 3)):
-        raise InputError("features=inception is for grey or colour images")
+    if name == "inception" and not (spec.is_image and spec.event_shape[0] in (1, 3) and spec.levels):
+        raise InputError("features=inception is for grey or colour images of integers")  # whose range is known
     return name
 
 

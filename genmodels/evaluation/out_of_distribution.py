@@ -29,7 +29,7 @@ from genmodels.evaluation.checkpoint import EvaluationState, Opened, chosen, fit
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
 from genmodels.evaluation.report import OtherData, Token, Utterance
 from genmodels.evaluation.speech import suspects, transcription_of
-from genmodels.evaluation.table import SCORES
+from genmodels.evaluation.table import SCORES, UNITS
 from genmodels.models.checkpoint import weights_of
 from genmodels.plots.images import alignments
 
@@ -280,22 +280,26 @@ class OtherDataStage:
                 "ood", settings, partial(in_one, rows), other_parts, line, name, rows))
             self.state.report.ood.append(self._entry(name, number, found, other))
             order = found.nats.argsort(descending=True)[:8]
-            arrays[f"ood_{number}_nats"] = found.nats
             arrays[f"ood_{number}_x"] = other.items(split, found.index[order]).x
 
     def _entry(self, name: str, number: int, found: Likelihood, other: DataModule) -> OtherData:
         spec, (line, own) = self.state.opened.spec, self.likelihood.of_first_line()
-        inside, outside = own.nats, found.nats
-        unit = "unnormalised nats" if found.kind == "unnormalised" else spec.unit if spec.levels else "nats"
+        sizes = torch.cat([own.dims, found.dims])
+        of_dims = spec.levels is None and bool((sizes != sizes[0]).any())  # longer sequences have larger densities
+        inside, outside = (one.nats / one.dims if of_dims else one.nats for one in (own, found))
+        unit = spec.unit if spec.levels else "nats_per_dim" if of_dims else "nats"
+        unit = f"unnormalised {UNITS[unit]}" if found.kind == "unnormalised" else unit
+        self.state.arrays |= {f"ood_{number}_nats": outside} | ({"nats_per_dim_0": inside} if of_dims else {})
         entry = {"name": name, "overrides": self.state.request.ood_data, "n": len(found), "kind": found.kind,
-                 "label": line.label, "values": f"ood_{number}_nats", "inside": "nats_0", "value": unit}
+                 "label": line.label, "values": f"ood_{number}_nats",
+                 "inside": "nats_per_dim_0" if of_dims else "nats_0", "value": unit}
         if not bool(torch.isfinite(inside).all() and torch.isfinite(outside).all()):
             reason = found.made.get("reason", "values that are not finite")
             return OtherData(**entry, auroc=None, reason=reason, said=f"{name}: {reason}")
         paired = name in ALTERATIONS
         area, error = auroc(inside, outside, paired=paired)
-        mean_in, mean_out = (one.mean_bits_per_dim() if unit.startswith("bits") else -one.mean_nats()
-                             for one in (own, found))
+        mean_in, mean_out = (one.mean_bits_per_dim() if unit.startswith("bits") else one.mean_nll_per_dim() if of_dims
+                             else -one.mean_nats() for one in (own, found))
         scores = {}
         if len(inside) > 1:
             scores["typicality"] = auroc_of_typicality(inside, outside, paired)
@@ -305,6 +309,7 @@ class OtherDataStage:
                 for one, data in ((own, self.state.opened.datamodule), (found, other))), paired=paired)
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two items"]
+        others += ["all by likelihood per dimension, since lengths differ"] if of_dims else []
         total, split = len(other.split(self.state.request.split)), self.state.request.split
         drawn = f"{len(found):,} of {total:,} items, chosen at random"
         whole = f"all {counted(total, 'item')} of its {split} split"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
+from scipy.special import ndtr, stdtrit
 from torch import Tensor
 
 from genmodels.core.errors import InputError
@@ -226,9 +227,9 @@ def _tied(first: tuple, second: tuple, arrays: Sequence[Mapping[str, Tensor]]) -
     if one.bracket or other.bracket:  # of annealing, whose estimates may be further off than their errors say
         high = one.bracket.upper if one.bracket else one.value
         high = math.inf if high is None else high
-        return (other.bracket.lower if other.bracket else other.value) - high <= 2 * error / scale
+        return (other.bracket.lower if other.bracket else other.value) - high <= two_errors(one.n) * error / scale
     shared = [(line.se_log_z or 0.0) for line in (one, other)]
-    return abs(difference) / scale <= 2 * math.hypot(error / scale, *shared)
+    return abs(difference) / scale <= two_errors(one.n) * math.hypot(error / scale, *shared)
 
 
 def _scale(line: LikelihoodLine) -> float:
@@ -267,7 +268,17 @@ def side(line: LikelihoodLine, which: int) -> float | None:
         return None
     if not which and "dequantisation" in line.made:  # integers may be likelier than their dequantised values say
         return None
-    return value + 2 * error if which else value - 2 * error
+    return value + two_errors(line.n) * error if which else value - two_errors(line.n) * error
+
+
+def two_errors(n: int) -> float:
+    """How many standard errors of n items are as improbable as two of a known normal error, by Student's distribution.
+
+    Example:
+        >>> f"{two_errors(10_000):.3f}, {two_errors(10):.3f}"
+        '2.000, 2.320'
+    """
+    return float(stdtrit(n - 1, ndtr(2.0))) if n > 1 else math.inf
 
 
 def _notes(table: Table, rank: str) -> list[str]:

@@ -22,6 +22,10 @@ NETWORKS = {
 }
 
 
+#: The packages of which classes were located in this process.
+USED_PACKAGES: set[str] = set()
+
+
 def locate(name: str, trust: Iterable[str] = ()) -> type:
     """The class `package.module.Class`, which must be defined in that module of a trusted package.
 
@@ -51,6 +55,7 @@ def locate(name: str, trust: Iterable[str] = ()) -> type:
         raise InputError(f"{name!r} cannot be found ({type(error).__name__}: {error})") from error
     if not inspect.isclass(found) or found.__module__.split(".")[0] != package:
         raise InputError(f"{name!r} is not a class defined in {package}")
+    USED_PACKAGES.add(package)
     return found
 
 

@@ -306,7 +306,7 @@ def in_one_network(reports: list[Report]) -> list[Report]:
     networks = [getattr(report.fidelity, "network", {}).get("sha256") for report in reports]
     first = next(filter(None, networks), None)
     apart = Skipped("not in the features of the first model, which has other training items; its own report has them")
-    return [replace(report, fidelity=apart) if sha256 not in (None, first) else report
+    return [replace(report, fidelity=apart, sweeps=[]) if sha256 not in (None, first) else report
             for report, sha256 in zip(reports, networks, strict=True)]
 
 
