@@ -224,3 +224,15 @@ def test_the_error_of_a_text_holds_the_dependence_of_neighbours(unit, of_text):
     values, errors, pairs = torch.tensor(found).unbind(1)
     low, high = (0.85, 1.15) if of_text else (0.5, 0.7)  # mutant
     assert low < float(errors.mean() / values.std()) < high and low < float(pairs.mean() / values.std()) < high
+
+
+def test_an_unknown_error_of_the_draws_leaves_that_of_the_items_unknown():
+    error = Likelihood(torch.tensor([-1.0, -2.0, 0.0]), "lower_bound", 4,
+                       stderr=torch.tensor([0.1, math.nan, 0.1])).standard_error()
+    assert math.isnan(error.items) and math.isnan(error.draws)
+
+
+def test_items_without_dimensions_have_no_value_of_their_own():
+    values = [Likelihood(torch.tensor(nats), "exact", torch.tensor(dims)).single_values()
+              for nats, dims in (([-3.0, -8.0, 0.0], [3, 4, 0]), ([-3.0, -8.0], [3, 4]))]
+    assert values[0] == values[1] and values[0].spread > 0

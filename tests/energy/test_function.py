@@ -154,6 +154,17 @@ def test_the_score_of_a_flow_of_the_library_is_minus_the_gradient_of_its_nll():
     assert (score - minus_gradient_of_nll(flow, x, logdet_counts=False)).abs().max() > 1e-3  # mutant
 
 
+def test_a_log_density_is_as_precise_under_autocast():
+    flow, x = flow_of_the_library().float(), torch.randn(5, 3, generator=seeded(6))
+    model = LogDensity(lambda x: -(x @ torch.full((3, 3), 0.3)).square().sum(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        for one in (model, LogDensity(flow)):
+            found = one.energy(x), one.log_density(x)
+            assert all(value.dtype == torch.float32 for value in found)
+    with torch.autocast("cpu", enabled=False):
+        torch.testing.assert_close(found[0], LogDensity(flow).energy(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("build", [
     lambda: tarflow((1, 4, 4), blocks=2, width=8, depth=1, heads=2),
     lambda: jet((1, 4, 4), couplings=2, patch=2, width=8, depth=1, heads=2)], ids=["tarflow", "jet"])

@@ -380,6 +380,14 @@ def test_predictor_corrector():
     finds_the_weights(lambda *a, **o: predictor_corrector(*a, corrector_steps=0, **o), levels)
 
 
+def test_scores_beyond_the_mask_do_not_set_the_step():
+    mask = torch.tensor([True, True, False, False])[None, None].expand(2, -1, -1)
+    found = [predictor_corrector(NoiseConditionalScore(lambda x, sigma, cond=None, beyond=beyond: torch.where(
+        mask, -x / (1 + sigma[:, None, None] ** 2), beyond)), (2, 3, 4), (2.0, 1.0, 0.5), keyed(torch.arange(2)),
+        mask=mask) for beyond in (0.0, 30.0)]
+    torch.testing.assert_close(*(x[..., :2] for x in found), rtol=0, atol=0)
+
+
 OF_NORMAL = NoiseConditionalScore(lambda x, sigma, cond=None: -x / (1 + sigma[:, None] ** 2))
 
 

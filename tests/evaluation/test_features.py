@@ -46,6 +46,17 @@ def test_items_longer_than_all_of_training_stay_in_range():
     assert network(longer).abs().max() < 20 * ordinary.abs().max() and not torch.allclose(network(longer), ordinary)
 
 
+def test_inception_needs_a_range_of_values():
+    with pytest.raises(InputError, match="grey or colour images of integers"):
+        chosen_network(DataSpec("greys", (1, 8, 8)), "inception")
+    assert chosen_network(DataSpec("digits", (1, 8, 8), levels=17), "inception") == "inception"
+
+
+def test_one_training_item_has_no_scale():
+    with pytest.raises(InputError, match="p has a single training item"):
+        network_for(Items(DataSpec("p", (2,)), torch.randn(1, 2), torch.randn(5, 2)))
+
+
 def test_columns_without_spread_are_not_enlarged():
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     x[:, 1] = 7.0

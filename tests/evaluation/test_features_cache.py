@@ -7,8 +7,10 @@ import torch
 
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood, packed, unpacked
-from genmodels.evaluation.features import Cache
+from genmodels.evaluation import features
+from genmodels.evaluation.features import Cache, code_hash, device_of
 from genmodels.evaluation.likelihood import in_one
+from genmodels.models import build
 
 
 def of_items(*indices: int) -> dict:
@@ -33,6 +35,33 @@ def test_results_that_cannot_be_stored_are_returned_all_the_same(tmp_path):
     with pytest.warns(UserWarning, match="going on without a cache; set GENMODELS_CACHE to a folder"):
         assert cache.put("a", 1.5) == 1.5
     assert cache.put("b", 2.5) == 2.5 and cache.get("b") is None
+
+
+def test_code_of_a_trusted_package_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(build, "USED_PACKAGES", set())
+    monkeypatch.setattr(features, "USED_PACKAGES", build.USED_PACKAGES)
+    package = tmp_path / "package_to_edit"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text("class Net:\n    pass\n")
+    (package / "helpers.py").write_text("FACTOR = 1\n")
+    without = code_hash()
+    build.locate("package_to_edit.parts.Net", trust=["package_to_edit"])
+    first = code_hash()
+    features._sources_hash.cache_clear()  # as in another process
+    assert first == code_hash() != without and first.startswith(without)
+    (package / "helpers.py").write_text("FACTOR = 2\n")
+    features._sources_hash.cache_clear()
+    assert code_hash() != first
+
+
+def test_only_times_are_of_one_computer(monkeypatch):
+    device = torch.device("cpu")
+    before = {stage: device_of(device, stage) for stage in ("likelihood", "cost", "speech")}
+    monkeypatch.setattr("platform.node", lambda: "another")
+    after = {stage: device_of(device, stage) for stage in before}
+    assert [stage for stage in before if before[stage] == after[stage]] == ["likelihood"]
 
 
 def test_parts_are_kept_until_the_stage_is_finished(tmp_path):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.likelihood import Likelihood
 from genmodels.data.speech import Speech
 from genmodels.data.vision import Digits
 from genmodels.evaluation.out_of_distribution import (
+    OtherDataStage,
     auroc,
     auroc_of_typicality,
     compressed_bits,
@@ -38,6 +42,26 @@ def test_the_error_of_the_area_is_that_of_the_bootstrap():
     again = [auroc(a[torch.randint(80, (80,), generator=draw)], b[torch.randint(60, (60,), generator=draw)])[0]
              for _ in range(400)]
     assert auroc(a, b)[1] == pytest.approx(float(torch.tensor(again).std()), rel=0.15)  # four errors of 1/sqrt(800)
+
+
+def test_sequences_of_other_lengths_are_compared_per_dimension():
+    draw = torch.Generator().manual_seed(0)
+
+    def of_lengths(low: int, high: int) -> Likelihood:
+        dims = 80 * torch.randint(low, high, (200,), generator=draw)
+        return Likelihood(-1.4 * dims + torch.randn(200, generator=draw) * dims.sqrt(), "lower_bound", dims)
+
+    own, other = of_lengths(40, 80), of_lengths(60, 120)
+    data = SimpleNamespace(split=lambda name: range(200))
+    state = SimpleNamespace(opened=SimpleNamespace(spec=DataSpec("speech", (80, 120), mel={}), datamodule=data),
+                            request=SimpleNamespace(ood_data={}, split="test"), arrays={})
+    likelihood = SimpleNamespace(of_first_line=lambda: (SimpleNamespace(label="bound"), own))
+    found = OtherDataStage(state, likelihood)._entry("other", 0, other, data)
+    assert auroc(own.nats, other.nats)[0] > 0.85  # of whole items: the lengths
+    assert abs(found.auroc - 0.5) < 3 * found.se and "since lengths differ" in found.said
+    assert found.value == "nats_per_dim" and found.mean_in == pytest.approx(1.4, abs=0.01)
+    assert torch.equal(state.arrays[found.values], other.nats / other.dims)
+    assert torch.equal(state.arrays[found.inside], own.nats / own.dims)
 
 
 def ratio(draw, measured, repetitions=300):

@@ -20,9 +20,10 @@ from genmodels.evaluation.report import (
     Reference,
     Report,
     SamplingCost,
+    Sweep,
     Utterance,
 )
-from genmodels.evaluation.table import Table, _rate, make_table, measured, same_items
+from genmodels.evaluation.table import Table, _rate, make_table, measured, same_items, two_errors
 from genmodels.report.compare import in_one_network
 from genmodels.report.likelihoods import as_csv, as_markdown, as_text
 
@@ -154,6 +155,14 @@ def test_only_what_bounds_show_is_a_conclusion(better, worse, concluded):
         assert table.conclusions[0].startswith("glow (0) is better than glow (1): at most ")
 
 
+def test_few_items_show_less():
+    """Equal models on 3 items: what two standard errors show falsely in one of twenty tables, Student's do in fewer."""
+    draw, found = torch.Generator().manual_seed(0), 0
+    for _ in range(200):
+        found += bool(table_of(*(("exact", -100 + torch.randn(3, generator=draw)) for _ in range(2))).conclusions)
+    assert found <= 2
+
+
 def test_dequantised_energies_bound_nothing_from_below():
     """A model against itself: the bound of more dequantisations is below the least value by fewer."""
     def reports(**made):
@@ -205,7 +214,7 @@ def test_the_values_for_programs_are_numbers_and_what_each_kind_bounds():
     bound, optimistic, exact, none = csv.DictReader(io.StringIO(as_csv(table)))
     for row, (found,) in zip((bound, optimistic, exact), [r.likelihood for r in reports[:3]], strict=True):
         assert float(row["value"]) == found.bits_per_dim and float(row["error"]) == found.se_data
-        low, high = (found.bits_per_dim + side * found.se_data for side in (-2, 2))
+        low, high = (found.bits_per_dim + side * two_errors(found.n) * found.se_data for side in (-1, 1))
         assert row["low"] == ("" if row is bound else str(low))
         assert row["high"] == ("" if row is optimistic else str(high))
     assert [row["kind"] for row in (bound, optimistic, exact, none)] == ["lower_bound", "ais", "exact", ""]
@@ -237,7 +246,9 @@ def test_distances_in_the_features_of_another_network_stand_in_no_column():
                                    for part in ("", "_error")}
             one.fidelity = Fidelity(**measures, network={"name": "classifier", "sha256": sha256},
                                     memorisation=memorisation)
+            one.sweeps = [Sweep(key="steps", sampler=None, n=9, values=[])]
     shown = in_one_network(reports)
+    assert [len(one.sweeps) for one in shown] == [1, 0, 0, 1]
     assert [isinstance(one.fidelity, Fidelity) for one in shown] == [True, False, False, True]
     assert shown[0] is reports[0] and isinstance(reports[1].fidelity, Fidelity)  # its own file has them
     assert "samples were not compared: not in the features of the first model" in as_text(
