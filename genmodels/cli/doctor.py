@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from genmodels.core.errors import InputError, RunError, first_line, printable
+from genmodels.core.errors import InputError, RunError, counted, first_line, printable
 from genmodels.core.files import check_writable, kind_of, write_text
 
 GIGABYTE = 1e9
@@ -148,7 +148,7 @@ def check_device() -> str:
     """The device that training would use; having no GPU is not a failure."""
     import torch
 
-    threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
+    threads = f"{counted(torch.get_num_threads(), 'thread')} on {counted(os.cpu_count() or 1, 'core')}"
     if not torch.cuda.is_available():
         return f"CPU, {threads}; torch {torch.__version__} finds no GPU"
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIGABYTE

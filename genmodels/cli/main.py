@@ -196,8 +196,8 @@ def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
             options[VALUED[name]] = value if equals else words.pop(0)
         elif word.startswith("-"):
             known = [*FLAGS, *VALUED, "--help"]
-            raise InputError(f"unknown option {word!r}:{hint(word, known, '')} (there are {', '.join(known)}; "
-                             "everything else is key=value)")
+            raise InputError(f"unknown option {word!r}{hint(word, known)} (there are {', '.join(known)}; everything "
+                             "else is key=value, as in trainer.max_steps=100)")
         else:
             overrides.append(word)
     if options.get("cfg", "job") != "job":

@@ -235,7 +235,7 @@ def fit(value: Any, alternatives: tuple) -> tuple[bool, Any]:
 
 MISSING = "???"  # OmegaConf's mark for a value that must be given
 SHOWN = 14  # keys listed in an error; more would hide the point
-EXAMPLES = {"ckpt": "runs/ddpm-digits/<time>/best.ckpt"}
+EXAMPLES = {"ckpt": "runs/ddpm-digits/<time>/best.ckpt", "file": "data/items.npz", "root": "data/items"}
 
 
 class Schema:
@@ -444,5 +444,5 @@ def _takes(taker: Target) -> str:
 
 
 def _missing(path: str, key: Key) -> str:
-    meaning = f", {key.meaning.rstrip('.')}" if key.meaning else ""
+    meaning = f", {key.meaning.split(': ')[0].split('; ')[0].split('. ')[0].rstrip('.')}" if key.meaning else ""
     return f"{path} is missing{meaning}: add for example {path}={EXAMPLES.get(key.name, '...')}"

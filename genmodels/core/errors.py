@@ -306,7 +306,8 @@ def one_of(name: str, value: object, choices: Collection) -> None:
         genmodels.core.errors.OptionError: transform must be one of spline, affine, got 'cubic'
     """
     if value not in tuple(choices):
-        raise OptionError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        near = hint(str(value), choices)
+        raise OptionError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}{near}")
 
 
 _STORED: ContextVar[bool] = ContextVar("options of a checkpoint", default=False)

@@ -372,6 +372,6 @@ def _given(request: Request) -> list[tuple[str, str, str]]:
         ("sampler", "sampler", "models with several samplers", request.sampler is not None),
         ("steps", "steps", "models that are sampled in steps", request.steps is not None),
         ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),
-        ("ode", "ode", "diffusion models", request.ode is True or bool(request.ode_options)),
+        ("ode", "ode", "diffusion models that start from noise", request.ode is True or bool(request.ode_options)),
     ]
     return [(name, needed, families) for name, needed, families, is_set in options if is_set]

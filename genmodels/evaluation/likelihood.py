@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, as_input_errors, hint, progress_bar
+from genmodels.core.errors import InputError, RunError, as_input_errors, counted, hint, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.diffusion.likelihood import OdeLikelihood
@@ -209,10 +209,10 @@ def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO
     """`all` terms of a bound where that is cheap, else 5 to 100 strata within the budget, each of 4 terms or more.
 
     Example:
-        >>> automatic_draws(50, 999, 2), automatic_draws(360, 999, 2), automatic_draws(10_000, 999, 2)
+        >>> automatic_draws(20, 999, 2), automatic_draws(100, 999, 2), automatic_draws(10_000, 999, 2)
         ('all', 100, 5)
     """
-    if items * terms <= budget or terms < 20:
+    if items * terms <= (budget if terms <= 100 * replicates else budget // 5) or terms < 20:
         return "all"
     return min(terms // 4, max(5, min(100, budget // (items * replicates))))
 
@@ -319,7 +319,7 @@ def how(likelihood: Likelihood) -> str:
     if "importance_samples" in made:
         words.append(f"K = {made['importance_samples']}, {made['dequantisation']}")
     if likelihood.kind == "ode":
-        trace = made["divergence"] if made["divergence"] == "exact" else f"{made['probes']} probes"
+        trace = made["divergence"] if made["divergence"] == "exact" else counted(made["probes"], "probe")
         words += [f"{made['solver']}, {trace}", *_solved(likelihood)]
     if "log_z" in made and likelihood.kind != "ais":
         words.append("log Z by quadrature")

@@ -231,7 +231,7 @@ def sentence(name: str, area: float, error: float, kind: str, split: str = "test
         return f"{name} is found likelier than the {split} items {figure}: likelihood does not separate them{constant}"
     if area - 2 * error > 0.5:
         return f"{name} is found less likely than the {split} items {figure}{constant}"
-    return f"{name} is found as likely as the {split} items {figure}{constant}"
+    return f"likelihood does not tell {name} from the {split} items {figure}{constant}"
 
 
 def other_of(state: EvaluationState, name: str) -> DataModule:

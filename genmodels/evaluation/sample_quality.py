@@ -92,8 +92,8 @@ def count_for(samples: int | str, items: int, fewest: int, force: bool, insist: 
     """
     n = min(1000, items) if samples == "auto" else int(samples)
     if n > items:
-        raise InputError(f"samples={n} is more than the {items} held-out items they are compared with: equally many of "
-                         "both are needed")
+        raise InputError(f"samples={n} is more than the {items} held-out items they are compared with: as many of both "
+                         "are needed (limit=all takes the whole split)")
     try:
         check_count(n, _FEWEST if force else fewest)
     except InputError as error:

@@ -400,7 +400,8 @@ def _on_model(report: Report) -> list[str]:
         real = ""
         if classes["real"] is not None:
             real = f", of real items {classes['real']:.1%} {_range(classes['real_interval'])}"
-        notes.append(f"class of the samples found right: {classes['accuracy']:.1%} {_range(classes['interval'])}{real}")
+        notes.append(f"samples classified as the requested class: {classes['accuracy']:.1%} "
+                     f"{_range(classes['interval'])}{real}")
     classes = getattr(fidelity, "likelihood_accuracy", None)
     if classes is not None:
         notes.append(f"class of {items_of(report.data.split)} by p(y|x): {classes['accuracy']:.1%} of "

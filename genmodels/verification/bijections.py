@@ -251,7 +251,7 @@ def masked_gradients(s: Subject) -> Measured:
 def constant(s: Subject) -> Measured:
     """For layers with `constant_logdet`: every row against the first, under one condition."""
     if not getattr(s.layer, "constant_logdet", False):
-        raise NotApplicable("depends on the data")
+        raise NotApplicable("not declared: constant_logdet is false")
     one = None if s.cond is None else s.cond[:1].expand_as(s.cond)
     return worst({
         name: relative(logdet, logdet[:1].expand_as(logdet))
