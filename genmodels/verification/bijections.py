@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from genmodels.flows.bijection import shown
 from genmodels.nn.perceptron import MADE
-from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotApplicable, NotVerified, Report, largest
+from genmodels.verification.check import (
+    NOT_VERIFIED,
+    Check,
+    CheckSet,
+    CheckSpec,
+    Measured,
+    NotApplicable,
+    NotVerified,
+    Report,
+    largest,
+)
 from genmodels.verification.code import CHECKS as CODE_CHECKS
 from genmodels.verification.maps import CHECKS as MAP_CHECKS
 from genmodels.verification.maps import MASK_CHECKS, MASS_CHECKS, padded_and_cropped, relative, weighted, worst
@@ -365,5 +375,11 @@ def check_bijection(
         z_range=z_range, seed=seed, masks=masks, knots=knots_of(layer) if knots is None else knots, max_dims=max_dims,
         patience=patience, starts_as_identity=starts_as_identity, compiler=compiler, fresh=fresh,
     )
-    checks = tuple(CHECKS.run(subject, specs, limits, watch))
-    return Report(name or f"{type(layer).__name__} {shown(shape)}", checks)
+    checks = []
+    for check in CHECKS.run(subject, specs, limits, watch):
+        checks.append(check)
+        if not subject.finite:  # what follows would fail for this reason, and say others
+            break
+    checks += [Check(spec.name, NOT_VERIFIED, None, spec.tolerance, "needs finite values")
+               for spec in specs[len(checks) :]]
+    return Report(name or f"{type(layer).__name__} {shown(shape)}", tuple(checks))

@@ -59,7 +59,7 @@ def round_trip(s: Subject) -> Measured:
         there, _ = s.run(value, inverse)
         finite = torch.isfinite(there).reshape(len(there), -1).all(1)
         if not bool(finite.all()):
-            end = "z_range" if inverse else "x_range"
+            s.finite, end = False, "z_range" if inverse else "x_range"
             return Measured(math.inf, f"{name} is not finite at {shown_event(value[~finite][0])}: if it takes part of "
                             f"the line only, give {end}, or the layer an attribute {end} = (low, high)")
         errors[f"{name} first"] = relative(s.run(there, not inverse)[0], value)

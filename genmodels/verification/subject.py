@@ -37,6 +37,7 @@ class Subject:
         x, z: (B, *event) float64 inputs of the two directions, which need not correspond.
         cond: the condition of the B rows, None for a layer without.
         far: more inputs of the two directions, far from zero; None for inputs that were given or are bounded.
+        finite: whether both directions are finite on x and z, found out by the round trip.
     """
 
     layer: nn.Module
@@ -55,6 +56,7 @@ class Subject:
     compiler: str | None = "aot_eager"
     fresh: Callable[[], nn.Module] | None = None
     seed: int = 0
+    finite: bool = field(default=True, init=False)
     _small: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, init=False)
 
     def raw(

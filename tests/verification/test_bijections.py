@@ -18,7 +18,7 @@ from genmodels.flows.scaling import Logit, Shift
 from genmodels.verification import bijections as jacobian_checks
 from genmodels.verification import maps as map_checks
 from genmodels.verification.bijections import CHECKS, check_bijection
-from genmodels.verification.check import NOT_APPLICABLE, CheckFailed
+from genmodels.verification.check import NOT_APPLICABLE, NOT_VERIFIED, CheckFailed
 from genmodels.verification.subject import draw, draw_far, perturb, prepare, ranges
 from tests.mutants.bijections import MUTANTS
 from tests.mutants.bijections_couplings import Bend, Couple
@@ -289,6 +289,13 @@ def test_a_log_det_that_is_not_a_number_far_out_fails():
 
     report = check_bijection(Lost(), (4,), only=["log-det forward", "log-det inverse"])
     assert report.failed == ["log-det forward", "log-det inverse"] and "far out: says nan" in str(report)
+
+
+def test_what_follows_from_a_wrong_domain_is_not_said():
+    report = check_bijection(Inverse(Logit()), (3,), z_range=(-math.inf, math.inf), compiler=None)
+    assert report.failed == ["round trip"] and "give z_range" in report["round trip"].note
+    assert {check.status for check in report.checks[1:]} == {NOT_VERIFIED}
+    assert check_bijection(Inverse(Logit()), (3,), compiler=None).passed
 
 
 def test_a_permutation_with_an_order_is_not_autoregressive():
