@@ -2,7 +2,8 @@
 
     python benchmarks/glance.py
 
-An arrow goes from the shorter training to the longer one; a model with one training alone is a dot.
+An arrow goes from the shorter training to the longer one; a model with one training alone is a dot. Thin lines are
+standard errors of the distances; those of the bounds are too small to see.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def number(cell: str) -> float | None:
     return None if found is None else float(found[0])
 
 
+def error(cell: str) -> float:
+    """The error of `<= 1.0904(27)`, 0.0027."""
+    value, digits = re.search(r"(\d[\d.]*)\((\d+)\)", cell).groups()
+    return int(digits) / 10 ** len(value.partition(".")[2])
+
+
 def family(name: str) -> str:
     word = re.search(r"`(\w+)`", name)[1]
     return "flows" if word in FLOWS else "energies" if word.startswith("energy") else "diffusion and scores"
@@ -54,6 +61,8 @@ def main() -> None:
             if len(points) > 1:
                 axis.annotate("", points[-1], points[0], arrowprops={"arrowstyle": "->", "color": color, "shrinkB": 0})
             axis.plot(*points[0], "o", color=color, markersize=4)
+            errors = [error(row[k + 1]) for k in columns if row[k] and row[k + 1]]
+            axis.errorbar(*zip(*points, strict=True), errors, fmt="none", ecolor=color, elinewidth=0.8, alpha=0.4)
             axis.update_datalim(points)
             label = re.sub(r"\]\([^)]*\)|[`\[*]", "", row[0]).replace("glow with couplings of ", "")
             place = PLACES.get((data, label), PLACES.get(label, (6, 2)))
@@ -63,6 +72,8 @@ def main() -> None:
         for name, color in FAMILIES.items():
             axis.plot([], [], "o", color=color, label=name)
         axis.set(title=data, xlabel="test bound, bits/dim", ylabel="Fréchet distance of 1,000 samples", yscale="log")
+        axis.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+        axis.set_yticks([], minor=True)
         axis.margins(x=0.12)
         axis.autoscale_view()
         axis.legend(fontsize=8)
