@@ -59,7 +59,7 @@ def test_an_energy_of_points_has_an_exact_density_and_pictures(here, capsys):
     chain = ["sampler=mala", "steps=6", "step_size=0.05"]
     genmodels("sample", "ckpt=run", "n=4", *chain, "inverse_temperature=2", "path=way.gif", "frames=3")
     assert main(["sample", "ckpt=run", "n=4", "temperature=0.5"]) == 2
-    assert "temperature=0.5 is inverse_temperature=2" in capsys.readouterr().err
+    assert "times 0.5 is inverse_temperature=4" in capsys.readouterr().err
     capsys.readouterr()
     genmodels("evaluate", "ckpt=run", "stages=[likelihood]")
     assert "by quadrature" in capsys.readouterr().out

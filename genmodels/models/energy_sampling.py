@@ -141,14 +141,14 @@ def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> Non
         Traceback (most recent call last):
         ...
         ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this sampler draws from p^beta by \
-inverse_temperature=beta (for p^(1/T), temperature=0.5 is inverse_temperature=2)
+inverse_temperature=beta (the noise of a Gaussian times 0.5 is inverse_temperature=4)
     """
     check_temperature(temperature)
     check_temperature(inverse_temperature, "inverse_temperature", positive=True)
     if temperature != 1:
-        former = f" (for p^(1/T), {temperature=:g} is inverse_temperature={1 / temperature:g})" if temperature else ""
+        same = f" (the noise of a Gaussian times {temperature:g} is inverse_temperature={temperature**-2:g})"
         raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this sampler draws from "
-                         f"p^beta by inverse_temperature=beta{former}")
+                         f"p^beta by inverse_temperature=beta{same if temperature else ''}")
 
 
 class Sampler:

@@ -355,7 +355,7 @@ BAD = [
     (lambda: EnergyModel(TABLE, network="deep_kernel", loss="contrastive"), "deep_kernel"),
     (lambda: made("plane")[0].sample(2, inverse_temperature=0), "positive"),
     (lambda: made("plane")[0].sample(2, inverse_temperature=math.inf), "must be a finite number"),
-    (lambda: made("plane")[0].sample(2, temperature=0.5), "temperature=0.5 is inverse_temperature=2"),
+    (lambda: made("plane")[0].sample(2, temperature=0.5), "times 0.5 is inverse_temperature=4"),
     (lambda: made("plane")[0].sample(2, temperature=math.nan), "temperature must be a finite number"),
     (lambda: made("plane")[0].sample(2, sampler="ddpm"), "annealed"),
     (lambda: made("plane")[0].sample(2, cond=1), "unconditional"),

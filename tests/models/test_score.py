@@ -163,7 +163,7 @@ BAD = [
     (lambda: MODELS["digits"]().initialize(Batch(torch.ones(9, 1, 8, 8).byte())), "not below the largest distance"),
     (lambda: ScoreModel(PLANE).initialize(Batch(torch.ones(9, 2))), "constant"),
     (lambda: drawn(inverse_temperature=-1.0), "must be a finite number"),
-    (lambda: drawn(temperature=0.25), "temperature=0.25 is inverse_temperature=4"),
+    (lambda: drawn(temperature=0.25), "times 0.25 is inverse_temperature=16"),
     (lambda: drawn(sampler="hmc"), "predictor_corrector"),
     (lambda: drawn(steps=1), "at least 2"),
     (lambda: drawn(eta=0.5), "eta is an option of the other samplers, not of annealed_langevin"),
