@@ -93,7 +93,7 @@ class NoiseLevels(EnergyFunction):
         return self.network.energy(x, x.new_full((len(x),), self.log_snr), cond)
 
     def path(self, steps: int) -> list[NoiseLevels]:
-        """Levels even in log-SNR, the last of them this one; at the first there is hardly any signal left."""
+        """Levels uniform in log-SNR, the last of them this one; at the first there is hardly any signal left."""
         values = torch.linspace(_NOISIEST, self.log_snr, steps + 1).tolist()
         return [NoiseLevels(self.network, value) for value in values]
 
