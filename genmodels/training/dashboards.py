@@ -109,10 +109,10 @@ def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.
     truth = truth_of(spec)
     shown = [("learned", log_density)]
     if truth is not None:
-        points = midpoints(extent, _PIXELS).double()
-        shown.insert(0, ("true", truth.log_prob(points).view(_PIXELS, _PIXELS)))
+        points = midpoints(extent, len(log_density)).double()
+        shown.insert(0, ("true", truth.log_prob(points).view_as(log_density)))
     top = float(shown[0][1][shown[0][1].isfinite()].double().exp().max())
-    figure, axes = panels(4.0 * len(shown), 4.0, columns=len(shown))
+    figure, axes = panels(4.0 * len(shown), 4.3, columns=len(shown))
     aspect = aspect_of(extent[1] - extent[0], extent[3] - extent[2])
     for one, (name, values) in zip(axes[0], shown, strict=True):
         density = values.double().exp().cpu().numpy()
