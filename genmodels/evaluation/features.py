@@ -36,7 +36,8 @@ def code_hash() -> str:
 def _sources_hash(package: str) -> str:
     module = sys.modules[package]
     digest = hashlib.sha256()
-    for root in map(Path, getattr(module, "__path__", [module.__file__])):
+    places = getattr(module, "__path__", [getattr(module, "__file__", None)])  # None for the module of a notebook
+    for root in map(Path, filter(None, places)):
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
