@@ -321,8 +321,8 @@ def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest
     z = smaller_than(samples.distance, held_out.distance)
     said = [f"{copies} of {n} samples are exact copies of training items ({natural} of {m} held-out items are)"
             ] if copies or natural else []
-    said += [f"{closer / n:.1%} of the samples (99 % interval {interval.low:.1%} to {interval.high:.1%}) are nearer to a "
-             "training item than the first percentile of held-out items; 1 % is expected"]
+    said += [f"{closer / n:.1%} of the samples (99 % interval {interval.low:.1%} to {interval.high:.1%}) are nearer to "
+             "a training item than the first percentile of held-out items; 1 % is expected"]
     said += [f"z = {z:.1f}: samples lie closer to training items than held-out items do"] if z < _COPYING else []
     return {
         "duplicates": copies, "duplicates_held_out": natural, "closer": closer / n,
