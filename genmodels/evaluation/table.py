@@ -418,7 +418,8 @@ def _on_model(report: Report) -> list[str]:
                  for status in (FAILED, NOT_VERIFIED)}
         passed = sum(check.status == PASSED for check in checks)
         notes.append(", ".join([f"{passed} of {len(checks)} checks passed",
-                                *(f"{status}: {', '.join(names)}" for status, names in named.items() if names)]))
+                                *(f"{status}: {', '.join(names)}" for status, names in named.items() if names)])
+                     + (" (checks=full gives them more time)" if named[NOT_VERIFIED] else ""))
     notes += [entry.said for entry in report.ood]
     for sweep in report.sweeps:
         key = "kernel" if None in sweep.frechet else "frechet"
