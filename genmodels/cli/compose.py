@@ -110,6 +110,9 @@ class Composer:
     def _trainer_last(self, opened: list[Override]) -> list[str]:
         """The settings of `trainer=` as words next to an experiment, which is composed later and would win."""
         chosen = {override.key_or_group: override.value() for override in opened}
+        if chosen.get("experiment") and any(o.key_or_group == "trainer" and o.is_sweep_override() for o in opened):
+            raise InputError("a sweep over trainer= has no effect next to an experiment, whose settings win: sweep "
+                             "over single settings, such as trainer.max_steps=60,600")
         if not chosen.get("experiment") or chosen.get("trainer") not in self._options("trainer"):
             return []
         found = self.hydra.config_loader.repository.load_config(f"trainer/{chosen['trainer']}")

@@ -290,7 +290,7 @@ class DataSpec:
                 raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
             # Compared as numbers: torch wraps a scalar into the tensor's own type, where 256 is 0.
             top = min(self.levels - 1, 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
-            x = x.long() if x.dtype == torch.uint16 else x  # which torch does not compare
+            x = x.long() if x.dtype in (torch.uint16, torch.uint32) else x  # which torch does not compare
             if (bad := (x < 0) | (x > top)).any():
                 value, where = int(x[bad].flatten()[0]), _first(batch, bad)
                 raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")

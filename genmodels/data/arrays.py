@@ -92,7 +92,8 @@ def _heading(lines: list[str], path: Path) -> tuple[list[str], str | None]:
     alike = [mark for mark in marks if mark in found and len(_cells(line, mark)) == len(_cells(below, mark))]
     delimiter = next(iter([*alike, *found]), None)
     words = line.split()
-    if delimiter is None and len(words) > 1 and len(_cells(below, None)) == 1 and not any(map(_is_number, words)):
+    named = any(not _is_number(word) and word.lower() not in _MISSING for word in words)
+    if delimiter is None and len(words) > 1 and len(_cells(below, None)) == 1 and named:
         return [line.removeprefix("#").strip().strip('"')], None  # of a single column, whose name may hold blanks
     cells = _cells(line.removeprefix("#").lstrip(" "), delimiter)  # np.savetxt writes a # before the names
     count = [str(number) for number in range(len(cells))]

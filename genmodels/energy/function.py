@@ -200,10 +200,14 @@ class LogDensity(EnergyFunction):
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         log_prob = getattr(self.model, "log_prob", self.model)
         with torch.autocast(x.device.type, enabled=False):
-            x = wide(x)
-            found = log_prob(x) if cond is None else log_prob(x, cond)
+            x = x if self._narrow() or not x.is_floating_point() else wide(x)
+            found = wide(log_prob(x) if cond is None else log_prob(x, cond))
             # The sign is its own inverse: the energy of a log-density is minus that log-density.
             return log_density_of(one_each("a log-density", found, x))
+
+    def _narrow(self) -> bool:
+        """Whether the model itself is in half precision, and takes nothing wider."""
+        return any(p.is_floating_point() and p.dtype.itemsize < 4 for p in self.parameters())
 
 
 class NoiseConditionalScore(nn.Module):

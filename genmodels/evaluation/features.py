@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import platform
+import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -29,18 +30,24 @@ FORMAT = 1
 
 def code_hash() -> str:
     """A hash of the sources of genmodels and of the trusted packages in use: results of other code are not reused."""
-    return " ".join(_sources_hash(package) for package in sorted({"genmodels", *USED_PACKAGES}))
+    return " ".join([_own_hash(), *map(_sources_hash, sorted({*USED_PACKAGES} - {"genmodels"}))])
 
 
 @functools.cache
+def _own_hash() -> str:
+    return _sources_hash("genmodels")
+
+
+_OF_NO_FILE = secrets.token_hex(16)  # of classes of a notebook, whose code cannot be read
+
+
 def _sources_hash(package: str) -> str:
     module = sys.modules[package]
     digest = hashlib.sha256()
-    places = getattr(module, "__path__", [getattr(module, "__file__", None)])  # None for the module of a notebook
-    for root in map(Path, filter(None, places)):
+    for root in map(Path, getattr(module, "__path__", [getattr(module, "__file__", None) or "no file"])):
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
+            digest.update(path.read_bytes() if path.is_file() else _OF_NO_FILE.encode())
     return digest.hexdigest()
 
 

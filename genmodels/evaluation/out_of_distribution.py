@@ -29,7 +29,7 @@ from genmodels.evaluation.checkpoint import EvaluationState, Opened, chosen, fit
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
 from genmodels.evaluation.report import OtherData, Token, Utterance
 from genmodels.evaluation.speech import suspects, transcription_of
-from genmodels.evaluation.table import SCORES, UNITS
+from genmodels.evaluation.table import SCORES
 from genmodels.models.checkpoint import weights_of
 from genmodels.plots.images import alignments
 
@@ -288,7 +288,7 @@ class OtherDataStage:
         of_dims = spec.levels is None and bool((sizes != sizes[0]).any())  # longer sequences have larger densities
         inside, outside = (one.nats / one.dims if of_dims else one.nats for one in (own, found))
         unit = spec.unit if spec.levels else "nats_per_dim" if of_dims else "nats"
-        unit = f"unnormalised {UNITS[unit]}" if found.kind == "unnormalised" else unit
+        unit = f"unnormalised {'nats/dim' if of_dims else 'nats'}" if found.kind == "unnormalised" else unit
         self.state.arrays |= {f"ood_{number}_nats": outside} | ({"nats_per_dim_0": inside} if of_dims else {})
         entry = {"name": name, "overrides": self.state.request.ood_data, "n": len(found), "kind": found.kind,
                  "label": line.label, "values": f"ood_{number}_nats",

@@ -281,7 +281,7 @@ def triangular(s: Subject) -> Measured:
     order = net.order if isinstance(net, MADE) else getattr(layer, "autoregressive_order", None)
     if order is None:
         raise NotApplicable("not autoregressive")
-    order = order.argsort()
+    order = torch.as_tensor(order).argsort()
     return worst({
         name: float(_jacobians(s, inverse, 1)[2][0][order][:, order].triu(1).abs().max())
         for name, inverse, _ in s.directions()

@@ -166,6 +166,7 @@ def test_an_experiment_replaces_choices_and_the_command_line_wins_over_it():
     assert compose("experiment=ddpm_mnist", "data=digits")["data"]["_target_"].endswith("Digits")
     short = compose("experiment=ddpm_mnist", "trainer=smoke", "data.batch_size=9")
     assert (short["trainer"]["max_steps"], short["trainer"]["max_epochs"], short["data"]["batch_size"]) == (60, None, 9)
+    assert "a sweep over trainer= has no effect" in line("trainer=smoke,default", "experiment=ddpm_mnist")
     with composer("train") as hydra:
         words = [o.input_line for o in hydra.parse(["trainer=gpu", "experiment=ddpm_mnist"])]
         assert [o.input_line for o in hydra.parse(words)] == words and "++trainer.compile=true" in words

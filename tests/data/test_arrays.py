@@ -326,9 +326,10 @@ def test_faulty_labels_are_those_of_their_own_file(tmp_path, refuses):
         refuses(InputError, says.format(file), Arrays(file=str(tmp_path / "x.npy"), labels=str(file)).prepare)
 
 
-def test_the_name_of_a_single_column_may_hold_blanks(tmp_path):
-    (tmp_path / "t.csv").write_text("\n".join(["body height", *map(str, range(20))]))
-    assert Arrays(file=str(tmp_path / "t.csv")).prepare().spec.columns == ("body height",)
+@pytest.mark.parametrize("title", ["body height", "PM 2.5", "Q 1 2024"])
+def test_the_name_of_a_single_column_may_hold_blanks(tmp_path, title):
+    (tmp_path / "t.csv").write_text("\n".join([title, *map(str, range(20))]))
+    assert Arrays(file=str(tmp_path / "t.csv")).prepare().spec.columns == (title,)
 
 
 @pytest.mark.parametrize(("low", "said"), [(0.0, ""), (-1.0, "values from -1 to 1, of which pictures show 0 to 1")])

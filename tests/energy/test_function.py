@@ -161,6 +161,10 @@ def test_a_log_density_is_as_precise_under_autocast():
         for one in (model, LogDensity(flow)):
             found = one.energy(x), one.log_density(x)
             assert all(value.dtype == torch.float32 for value in found)
+    half = LogDensity(lambda x: -x.square().sum(1))
+    half.model = nn.Linear(3, 1).bfloat16()  # a model that takes nothing wider
+    half.model.log_prob = lambda x: half.model(x)[:, 0]
+    assert half.score(x.bfloat16()).shape == x.shape
     with torch.autocast("cpu", enabled=False):
         torch.testing.assert_close(found[0], LogDensity(flow).energy(x), rtol=0, atol=0)
 

@@ -64,6 +64,18 @@ def test_sequences_of_other_lengths_are_compared_per_dimension():
     assert torch.equal(state.arrays[found.inside], own.nats / own.dims)
 
 
+def test_energies_without_their_constant_are_in_nats():
+    x = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    data = SimpleNamespace(split=lambda name: range(3), items=lambda split, index: SimpleNamespace(x=x[index]))
+    state = SimpleNamespace(opened=SimpleNamespace(spec=DataSpec("digits", (1, 8, 8), levels=17), datamodule=data),
+                            request=SimpleNamespace(ood_data={}, split="test"), arrays={})
+    own, other = (Likelihood(torch.tensor([-80.0, -90.0, -70.0]) - k, "unnormalised", 64, 17, index=torch.arange(3))
+                  for k in (0, 5))
+    likelihood = SimpleNamespace(of_first_line=lambda: (SimpleNamespace(label="energy"), own))
+    found = OtherDataStage(state, likelihood)._entry("other", 0, other, data)
+    assert (found.value, found.mean_in, found.mean_out) == ("unnormalised nats", 80.0, 85.0)
+
+
 def ratio(draw, measured, repetitions=300):
     """The error that is stated over the standard deviation between repetitions."""
     areas, errors = zip(*(measured(*draw()) for _ in range(repetitions)), strict=True)
