@@ -291,88 +291,45 @@ OF_CHECKPOINTS: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
 
 
 _LONG = 3600.0  # seconds: no check is skipped
-#: Few strata of a bound, and few chains for log Z: the checks need no precise values.
-_DRAWN = {"draws": 20, "replicates": 2}
-_PARTITION = {"chains": 16, "densities": 20}
 _POINTS = 128  # samples in the plane, which locate the density
+Part = tuple[str, Callable[[], Report]]
 
 
-def _verify_flow(*given) -> Findings:
-    from genmodels.verification.flows import verify_flow
-
-    return verify_flow(*given)
-
-
-def verify_diffusion(
-    model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
-) -> Findings:
-    """The checks of its noise schedule, denoiser, energy if any and default samplers, then of the whole model."""
+def _parts_of_diffusion(model: GenerativeModel, batch: Batch, seed: int) -> list[Part]:
+    """The checks of its noise schedule, denoiser, energy if any, and default samplers."""
     from genmodels.verification.densities import check_energy, check_schedule  # evaluation needs none of it
     from genmodels.verification.diffusion import check_denoiser, check_sampler
 
-    _begin(model, initial)
     denoiser, cond = model.denoiser_and_cond(batch)
     shape = tuple(batch.x.shape[1:]) if model.spec.text is None else (model.spec.event_shape[0], cond.shape[2])
     energy = [] if not hasattr(model, "level") else [
-        ("energy", lambda: check_energy(model.level(0.0, "raw"), shape, seed=options.seed))]
-    return _one_by_one(options, [
+        ("energy", lambda: check_energy(model.level(0.0, "raw"), shape, seed=seed))]
+    return [
         ("schedule", lambda: check_schedule(denoiser.schedule)),
-        ("denoiser", lambda: check_denoiser(denoiser, shape, cond=cond, seed=options.seed)), *energy,
+        ("denoiser", lambda: check_denoiser(denoiser, shape, cond=cond, seed=seed)), *energy,
         ("DPM-Solver++", lambda: check_sampler(DPMSolverPP2MSampler())),
         ("DDPM", lambda: check_sampler(DDPMSampler())),
-        ("model", lambda: _of_model(model, batch, options, _drawn(model))),
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
-def verify_energy_model(
-    model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
-) -> Findings:
-    """The checks of its energy, then those of the whole model."""
+def _parts_of_energy(model: GenerativeModel, batch: Batch, seed: int) -> list[Part]:
+    """The checks of its energy."""
     from genmodels.verification.densities import check_energy
 
-    _begin(model, initial)
     core, shape = model.weights("raw"), tuple(batch.x.shape[1:])
-    return _one_by_one(options, [
-        ("energy", lambda: check_energy(core, shape, seed=options.seed)),
-        ("model", lambda: _of_model(model, batch, options, {"normaliser": "auto", **_PARTITION})),
-    ])  # fmt: skip
+    return [("energy", lambda: check_energy(core, shape, seed=seed))]
 
 
-def verify_samples(
-    model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
-) -> Findings:
-    """The checks of the samples, and the ELBO if any, of a model without checks of its own."""
-    _begin(model, initial)
-    return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, _drawn(model)))])
-
-
-def _drawn(model: GenerativeModel) -> dict:
-    """The terms of the bound that are estimated, of a model that has one."""
-    if not _has_bound(model):
-        return {}
-    return {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
-
-
-def _begin(model: GenerativeModel, initial: Batch | None) -> None:
-    if initial is not None:
-        model.initialize(initial)
-    model.eval()
-
-
-def _one_by_one(options: Options, parts: list[tuple[str, Callable[[], Report]]]) -> Findings:
-    found = Findings()
-    with counting(len(parts), options.progress, "part") as watch:
-        for name, check in parts:
-            watch(name)
-            found.wholes.append(check())
-    return found
-
-
-def _of_model(model: GenerativeModel, batch: Batch, options: Options, own: dict) -> Report:
+def _of_model(model: GenerativeModel, batch: Batch, seed: int) -> Report:
     """The checks that evaluate.py runs on a checkpoint, on the raw weights."""
-    given = {"weights": "raw", "seed": options.seed, **own}
+    given = {"weights": "raw", "seed": seed}
+    # Few strata of a bound, and few chains for log Z: the checks need no precise values.
+    if _has_bound(model):
+        given |= {"draws": min(20, model.num_steps - 1), "replicates": 2}
+    elif is_energy(model):
+        given |= {"normaliser": "auto", "chains": 16, "densities": 20}
     points = batch.x if batch.x[0].numel() != 2 else model.sample(_POINTS, weights="raw").x
-    subject = ModelSubject(model, batch, "raw", options.seed, given, None, time.monotonic() + _LONG, points)
+    subject = ModelSubject(model, batch, "raw", seed, given, None, time.monotonic() + _LONG, points)
     return Report(f"{type(model).__name__} {tuple(batch.x.shape[1:])}, the whole model",
                   tuple(verify_checkpoint(subject)))
 
@@ -380,7 +337,7 @@ def _of_model(model: GenerativeModel, batch: Batch, options: Options, own: dict)
 def verify(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """Every check of a model.
+    """Every check of a model: of its parts, then of the whole.
 
     Arguments:
         model: the model; it may be changed.
@@ -392,20 +349,39 @@ def verify(
     Raises:
         InputError: for a family without checks.
     """
-    for _, fits, checks in FAMILIES:
-        if fits(model):
-            return checks(model, fresh, batch, initial, options)
-    raise InputError(f"there is nothing to verify for the family {model.family}: "
-                     f"there are checks for {', '.join(name for name, _, _ in FAMILIES)}")
+    if is_flow(model):
+        from genmodels.verification.flows import verify_flow  # other families need no flows
+
+        return verify_flow(model, fresh, batch, initial, options)
+    parts_of = next((parts for _, fits, parts in FAMILIES if fits(model)), None)
+    if parts_of is None:
+        raise InputError(f"there is nothing to verify for the family {model.family}: there are checks for "
+                         f"normalizing flows (core.flow), {', '.join(name for name, _, _ in FAMILIES)}")
+    if initial is not None:
+        model.initialize(initial)
+    model.eval()
+    parts = [*parts_of(model, batch, options.seed),
+             ("model", lambda: _of_model(model, batch, options.seed))]
+    found = Findings()
+    with counting(len(parts), options.progress, "part") as watch:
+        for name, check in parts:
+            watch(name)
+            found.wholes.append(check())
+    return found
 
 
-#: Families in the order they are tried: a name for messages, whether a model is one, its checks.
-FAMILIES: list[tuple[str, Callable[[GenerativeModel], bool], Callable[..., Findings]]] = [
-    ("normalizing flows (core.flow)", is_flow, _verify_flow),
-    ("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
-    ("masked diffusion (masking)", is_masked_diffusion, verify_samples),
-    ("energy-based models (core.energy)", is_energy, verify_energy_model),
-    ("consistency models and students", lambda model: isinstance(model, StepModel), verify_samples),
-    ("language models (reader)", lambda model: hasattr(model, "reader"), verify_samples),
-    ("flows from other data (spec.source)", lambda model: model.spec.source is not None, verify_samples),
+def _no_parts(model: GenerativeModel, batch: Batch, seed: int) -> list[Part]:
+    """None: its samples, and its ELBO if any, are checked with the whole model."""
+    return []
+
+
+#: Families besides flows in the order they are tried: a name for messages, whether a model is one,
+#: and the checks of its parts.
+FAMILIES: list[tuple[str, Callable[[GenerativeModel], bool], Callable[..., list[Part]]]] = [
+    ("diffusion models (core.schedule)", is_diffusion, _parts_of_diffusion),
+    ("masked diffusion (masking)", is_masked_diffusion, _no_parts),
+    ("energy-based models (core.energy)", is_energy, _parts_of_energy),
+    ("consistency models and students", lambda model: isinstance(model, StepModel), _no_parts),
+    ("language models (reader)", lambda model: hasattr(model, "reader"), _no_parts),
+    ("flows from other data (spec.source)", lambda model: model.spec.source is not None, _no_parts),
 ]
