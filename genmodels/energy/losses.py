@@ -89,31 +89,6 @@ def half_square(score: Tensor) -> Tensor:
     return 0.5 * score.square().flatten(1).sum(1)
 
 
-def exact(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk: int = 16) -> Tensor:
-    """tr J + 1/2 |s|^2, (B,).
-
-    Source: Hyvarinen 2005, theorem 1.
-    """
-    total, score = trace(model, x, cond, chunk=chunk)
-    return total + half_square(score)
-
-
-def sliced(found: Directional) -> Tensor:
-    """v^T J v + 1/2 (v . s)^2, mean over directions, (B,).
-
-    Source: Song et al. 2019, "Sliced score matching", equation 7.
-    """
-    return (found.curvature + 0.5 * found.slope.square()).mean(0)
-
-
-def sliced_vr(found: Directional) -> Tensor:
-    """v^T J v + 1/2 |s|^2, mean over directions, (B,): the second term needs no random direction.
-
-    Source: Song et al. 2019, equation 8.
-    """
-    return found.curvature.mean(0) + half_square(found.score)
-
-
 def finite_difference(
     log_density: Callable[[Tensor], Tensor], x: Tensor, directions: Tensor, step: float, *, chunk: int = 1
 ) -> Tensor:
@@ -143,6 +118,7 @@ class ExactScoreMatching:
         confirm: allow more than 1024 dimensions.
 
     Errors: InputError for events of more than 1024 dimensions, unless confirmed.
+    Source: Hyvarinen 2005, theorem 1.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -163,7 +139,8 @@ class ExactScoreMatching:
                 f"exact score matching in {dims} dimensions costs about {(4 + 8 * dims) // 3} plain steps: use "
                 "sliced_vr, or set confirm=true"
             )
-        return exact(model, x, cond, chunk=self.chunk)
+        total, score = trace(model, x, cond, chunk=self.chunk)
+        return total + half_square(score)
 
 
 class SlicedScoreMatching:
@@ -176,6 +153,7 @@ class SlicedScoreMatching:
         projection_chunk: directions computed at once, if the route supports it; fewer need less memory.
 
     Errors: InputError for fewer than one direction.
+    Source: Song et al. 2019, "Sliced score matching", equation 7.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -184,7 +162,6 @@ class SlicedScoreMatching:
         [0.0]
     """
 
-    _value = staticmethod(sliced)
     _with_score = False
 
     def __init__(
@@ -203,8 +180,12 @@ class SlicedScoreMatching:
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         x = wide(x)
         directions = draw_directions(self.projection, self.projections, x, generator)
-        options = {"route": self.route, "with_score": self._with_score, "chunk": self.projection_chunk}
-        return self._value(directional(model, x, directions, cond, **options))
+        return self._value(directional(model, x, directions, cond, route=self.route,
+                                       with_score=self._with_score, chunk=self.projection_chunk))
+
+    def _value(self, found: Directional) -> Tensor:
+        """(B,) over the directions."""
+        return (found.curvature + 0.5 * found.slope.square()).mean(0)
 
 
 class SlicedScoreMatchingVR(SlicedScoreMatching):
@@ -213,6 +194,8 @@ class SlicedScoreMatchingVR(SlicedScoreMatching):
     With Rademacher directions it is exact if J is diagonal. The arguments are those of `SlicedScoreMatching`, but the
     route `jet`, which has no score, is refused.
 
+    Source: Song et al. 2019, equation 8.
+
     Example:
         >>> from genmodels.energy import LogDensity
         >>> normal = LogDensity(lambda x: -0.5 * x.square().sum(1))
@@ -220,8 +203,10 @@ class SlicedScoreMatchingVR(SlicedScoreMatching):
         [0.5]
     """
 
-    _value = staticmethod(sliced_vr)
     _with_score = True
+
+    def _value(self, found: Directional) -> Tensor:
+        return found.curvature.mean(0) + half_square(found.score)
 
 
 class FiniteDifferenceScoreMatching:
