@@ -243,7 +243,7 @@ class _AtOneLevel(ScoreFunction):
         self.model, self.sigma = model, sigma
 
     def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
-        return self.model.score_at(x, torch.full_like(x.flatten(1)[:, 0], self.sigma), cond)
+        return self.model.score_at(x, x.new_full((len(x),), self.sigma), cond)
 
 
 def require_energy(model: ScoreFunction, what: str) -> EnergyFunction:
@@ -397,17 +397,13 @@ def _double_backward(model, leaf, directions, cond, training, chunk) -> Directio
 def _forward_over_reverse(model, leaf, directions, cond, training, chunk) -> Directional:
     slopes, curvatures = [], []
     for v in directions:
-        score, product = _pushed(model, leaf, v, cond)
+        with forward_ad.dual_level():
+            dual = like(leaf, model.score(forward_ad.make_dual(leaf, v), cond))
+            score, product = forward_ad.unpack_dual(dual)  # s, and J v or None for zero
+        product = torch.zeros_like(score) if product is None else product
         slopes.append((score * v).flatten(1).sum(1))
         curvatures.append((product * v).flatten(1).sum(1))
     return Directional(torch.stack(slopes), torch.stack(curvatures), score)
-
-
-def _pushed(model, leaf: Tensor, v: Tensor, cond: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(s, J v) by forward-mode differentiation."""
-    with forward_ad.dual_level():
-        score, product = forward_ad.unpack_dual(like(leaf, model.score(forward_ad.make_dual(leaf, v), cond)))
-    return score, torch.zeros_like(score) if product is None else product
 
 
 def _jet(model, leaf, directions, cond, training, chunk) -> Directional:

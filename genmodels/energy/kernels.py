@@ -301,13 +301,13 @@ def annealed_langevin(
     c = 0.1 * smallest**2 if step is None else positive("step", step)
     with torch.no_grad():
         for i, sigma in enumerate(sigmas):
-            h = c * sigma**2 / smallest**2
+            h, level = c * sigma**2 / smallest**2, model.at(sigma)
             for k in range(steps_per_level):
                 noise = noise_like(x, at_step(generator, 1 + i * steps_per_level + k))
-                x = x + h * _score(model, x, sigma, cond) + temperature * (2 * h) ** 0.5 * noise
+                x = x + h * level.score(x, cond) + temperature * (2 * h) ** 0.5 * noise
             if callback is not None:
                 callback(i, x)
-        return x + smallest**2 * _score(model, x, smallest, cond) if denoise else x
+        return x + smallest**2 * model.at(smallest).score(x, cond) if denoise else x
 
 
 def predictor_corrector(
@@ -353,15 +353,15 @@ def predictor_corrector(
         for i, (sigma, smaller) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             keyed = at_step(generator, 1 + i)
             gap = sigma**2 - smaller**2
-            x = x + gap * _score(model, x, sigma, cond) + gap**0.5 * noise_like(x, keyed)
+            x = x + gap * model.at(sigma).score(x, cond) + gap**0.5 * noise_like(x, keyed)
             for _ in range(corrector_steps):
-                score, noise = _score(model, x, smaller, cond), noise_like(x, keyed)
+                score, noise = model.at(smaller).score(x, cond), noise_like(x, keyed)
                 h = (size * (snr / _length(hide(score, mask))).square()).clamp(max=smaller**2)
                 x = x + h * score + (2 * h).sqrt() * noise
             if callback is not None:
                 callback(i, x)
         smallest = sigmas[-1]
-        return x + smallest**2 * _score(model, x, smallest, cond) if denoise else x
+        return x + smallest**2 * model.at(smallest).score(x, cond) if denoise else x
 
 
 def require_decreasing(sigmas: Sequence[float]) -> None:
@@ -376,10 +376,6 @@ def _start(shape, sigma: float, generator: Generator, start: Tensor | None, dtyp
     if start is not None:
         return start.to(device=device, dtype=dtype)
     return sigma * noise_like(torch.empty(tuple(shape), dtype=dtype, device=device), at_step(generator, 0))
-
-
-def _score(model: NoiseConditionalScore, x: Tensor, sigma: float, cond: Tensor | None) -> Tensor:
-    return model.score_at(x, x.new_full((len(x),), sigma), cond)
 
 
 def _length(x: Tensor) -> Tensor:
