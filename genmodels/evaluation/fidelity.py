@@ -221,20 +221,6 @@ def distance(a: Tensor, b: Tensor) -> Tensor:
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def check_count(count: int, fewest: int) -> None:
-    """Raise an InputError for fewer items than can be compared.
-
-    Example:
-        >>> check_count(100, 128)
-        Traceback (most recent call last):
-        ...
-        genmodels.core.errors.InputError: 100 items are too few to compare: at least 128 are needed
-    """
-    if count < fewest:
-        are = "item is" if count == 1 else "items are"
-        raise InputError(f"{count} {are} too few to compare: at least {fewest} are needed")
-
-
 _NEIGHBOURS_CHUNK = 1 << 22  # products computed at once
 _CANDIDATES = 8  # nearest items by products, which are compared by differences
 _SHARE, _LIMIT, _COPYING, _ENOUGH = 0.01, 0.05, -3.0, 100  # of `memorisation`: percentile, share, z, held-out items

@@ -19,7 +19,6 @@ from genmodels.evaluation.checkpoint import EvaluationState, chosen, classes_in_
 from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, fewest_items, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
     Nearest,
-    check_count,
     cubic_kernel,
     frechet_with_error,
     gaussian_kernel,
@@ -94,14 +93,15 @@ def count_for(samples: int | str, items: int, fewest: int, force: bool, insist: 
     if n > items:
         raise InputError(f"samples={n} is more than the {items} held-out items they are compared with: as many of both "
                          "are needed (limit=all takes the whole split)")
-    try:
-        check_count(n, _FEWEST if force else fewest)
-    except InputError as error:
-        if samples != "auto" or insist:
-            more = "" if n < _FEWEST else " (force=true compares them all the same)"
-            raise InputError(f"{error}{more}") from error
-        return n, str(error)
-    return n, None
+    fewest = _FEWEST if force else fewest
+    if n >= fewest:
+        return n, None
+    items_are = "item is" if n == 1 else "items are"
+    reason = f"{n} {items_are} too few to compare: at least {fewest} are needed"
+    if samples != "auto" or insist:
+        more = "" if n < _FEWEST else " (force=true compares them all the same)"
+        raise InputError(f"{reason}{more}")
+    return n, reason
 
 
 def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:

@@ -11,7 +11,6 @@ from scipy.stats import mannwhitneyu
 from genmodels.core.errors import InputError
 from genmodels.evaluation.features import wilson
 from genmodels.evaluation.fidelity import (
-    check_count,
     cubic_kernel,
     frechet_distance,
     frechet_with_error,
@@ -23,7 +22,7 @@ from genmodels.evaluation.fidelity import (
     precision_recall_errors,
     smaller_than,
 )
-from genmodels.evaluation.sample_quality import class_accuracy
+from genmodels.evaluation.sample_quality import class_accuracy, count_for
 
 
 def features(n: int, dims: int = 6, seed: int = 0) -> torch.Tensor:
@@ -207,9 +206,9 @@ def test_a_point_is_no_neighbour_of_its_own():
 
 
 def test_few_items_are_refused():
-    check_count(128, 128)
+    assert count_for(128, 128, 128, False) == (128, None)
     with pytest.raises(InputError, match="at least 128"):
-        check_count(127, 128)
+        count_for(127, 128, 128, False)
 
 
 def draws(n: int, seed: int) -> torch.Tensor:
