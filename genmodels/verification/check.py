@@ -162,11 +162,6 @@ class Report:
         """Whether every check that applies passed."""
         return not self.failed and not self.unverified
 
-    @property
-    def seconds(self) -> float:
-        """The duration of all checks."""
-        return sum(check.seconds for check in self.checks)
-
     def __getitem__(self, name: str) -> Check:
         named = {check.name: check for check in self.checks}
         if name not in named:
