@@ -70,7 +70,8 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         row = int((returned[: len(true)] - true).abs().argmax())
         note = f"{note}{': ' if note else ''}says {float(returned[row]):.9g}, is {float(true[row]):.9g}"
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
-    if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
+    cropped = value.shape[1:] != (s.z if inverse else s.x).shape[1:]
+    if cropped and not hasattr(s.layer, "out_shape") and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
     return far if far is not None and error < min(far.error, _DOUBTFUL) else Measured(error, note)
 

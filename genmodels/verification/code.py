@@ -16,7 +16,7 @@ from genmodels.flows.bijection import Around, Bijection
 from genmodels.flows.scaling import Logit
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, largest
 from genmodels.verification.maps import relative, weighted, worst
-from genmodels.verification.subject import Subject, perturb, rows_of, shown_event, slopes_of, waits
+from genmodels.verification.subject import Subject, cast, perturb, rows_of, shown_event, slopes_of, waits
 
 CHECKS = CheckSet()
 
@@ -36,7 +36,7 @@ def shapes_and_dtypes(s: Subject) -> Measured:
     widths += [(torch.bfloat16, torch.float32)] if isinstance(s.layer, Bijection) else []
     for dtype, expected in widths:
         layer = s.copy(torch.promote_types(dtype, torch.float32))
-        cond = _cast(s.cond, expected)
+        cond = cast(s.cond, expected)
         for name, inverse, value in s.directions():
             for rows in (len(value), 1):
                 own = rows_of(cond, rows)
@@ -59,10 +59,6 @@ def _unlike(name: str, found, shape: tuple, dtype: torch.dtype, like: Tensor) ->
     return [f"{name} has {what} {given}, not {due}" for what, given, due in parts if given != due]
 
 
-def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return cond.to(dtype) if cond is not None and cond.is_floating_point() else cond
-
-
 @CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the map itself stays float32, finite and invertible")
 @torch.no_grad()
 def autocast(s: Subject) -> Measured:
@@ -71,7 +67,7 @@ def autocast(s: Subject) -> Measured:
     A single layer whose inverse costs the same must also return what came in. In a composition, a network gives
     something else for an input that is rounded otherwise.
     """
-    layer, wrong, cond = s.copy(torch.float32), [], _cast(s.cond, torch.float32)
+    layer, wrong, cond = s.copy(torch.float32), [], cast(s.cond, torch.float32)
     maps = [part for part in s.layer.modules() if isinstance(part, Bijection) and not isinstance(part, Around)]
     single = len(maps) == 1 and maps[0].inverse_cost == "same"
     for name, inverse, value in s.directions():
@@ -153,7 +149,7 @@ def extreme_inputs(s: Subject) -> Measured:
         for moved, layer in ((True, s.copy(dtype)), (False, copy.deepcopy(s.blank).eval().to(dtype))):
             for name, inverse, like in s.directions():
                 values = _extreme(s, like, inverse).to(dtype).requires_grad_()
-                cond = _cast(rows_of(s.cond, len(values)), dtype)
+                cond = cast(rows_of(s.cond, len(values)), dtype)
                 result, logdet = s.run(values, inverse, cond=cond, layer=layer)
                 parameters = [p for p in layer.parameters() if p.requires_grad]
                 total = (result.sum() + logdet.sum()) / len(values)
@@ -185,7 +181,8 @@ def dead_parameters(s: Subject) -> Measured:
 
     A parameter without influence in evaluation, as in hard attention, may have one in training.
     """
-    layer = s.perturbed()
+    layer = s.copy()
+    perturb(layer, torch.Generator().manual_seed(s.seed + 1))
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     if not trained:
         raise NotApplicable("nothing to train")
@@ -236,12 +233,12 @@ def single_precision(s: Subject) -> Measured:
     """The same weights in both precisions; the log-determinants are divided by the number of dimensions."""
     single = s.copy(torch.float32)
     double = copy.deepcopy(single).double()
-    cond = _cast(s.cond, torch.float32)
+    cond = cast(s.cond, torch.float32)
     errors = {}
     for name, inverse, value in s.directions():
         value = value.float()
         result, logdet = s.run(value, inverse, cond=cond, layer=single)
-        true, true_logdet = s.run(value.double(), inverse, cond=_cast(cond, torch.float64), layer=double)
+        true, true_logdet = s.run(value.double(), inverse, cond=cast(cond, torch.float64), layer=double)
         errors[name] = relative(result.double(), true)
         errors[f"{name} log-det"] = relative(logdet.double() / s.dims, true_logdet / s.dims)
     return worst(errors)
@@ -254,7 +251,7 @@ def compiled(s: Subject) -> Measured:
         raise NotApplicable("left out")
     if any(getattr(module, "memory", "store") == "inverse" for module in s.layer.modules()):
         raise NotApplicable("trains by inversion, which runs uncompiled")
-    layer, cond = s.copy(torch.float32), _cast(s.cond, torch.float32)
+    layer, cond = s.copy(torch.float32), cast(s.cond, torch.float32)
     errors = {}
     for name, inverse, value in s.directions():
         torch._dynamo.reset()

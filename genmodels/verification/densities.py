@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from genmodels.diffusion.path import Path
 from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, NotVerified, Report, largest
-from genmodels.verification.subject import slopes_of
+from genmodels.verification.subject import device_of, slopes_of
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -45,11 +45,6 @@ def without_gradient(module: nn.Module, output: Callable[[], Tensor], ignored: s
     dead = dead and [name for name in dead_in(True) if name in dead]  # hard attention learns in training alone
     module.train(before)
     return Measured(float(len(dead)), ", ".join(dead[:3]))
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's first parameter or buffer."""
-    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 SCHEDULE_CHECKS = CheckSet()

@@ -25,9 +25,9 @@ from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.diffusion.sampling import Memory
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report, largest
-from genmodels.verification.densities import changes, device_of, errors, without_gradient
+from genmodels.verification.densities import changes, errors, without_gradient
 from genmodels.verification.maps import relative, worst
-from genmodels.verification.subject import perturb, rolled, slopes_of, training_twin
+from genmodels.verification.subject import cast, device_of, perturb, rolled, slopes_of, training_twin
 
 DENOISER_CHECKS = CheckSet()
 _VIEWS = ("x0", "eps", "v", "score")
@@ -75,8 +75,7 @@ def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | 
     rows, device = 5 if cond is None else len(cond), device_of(denoiser)
     if rows < 2:
         raise ValueError(f"at least two conditions are needed to tell whether rows are independent, got {rows}")
-    if cond is not None:
-        cond = cond.to(device, torch.float64 if cond.is_floating_point() else cond.dtype)
+    cond = None if cond is None else cast(cond, torch.float64).to(device)
     x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(device)
     t = torch.linspace(0.15, 0.85, rows, dtype=torch.float64, device=device)
     subject = DenoiserSubject(twin, x, t, cond)

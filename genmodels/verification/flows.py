@@ -34,7 +34,7 @@ from genmodels.verification.check import (
     counting,
 )
 from genmodels.verification.maps import relative, worst
-from genmodels.verification.subject import EVERYWHERE, perturb, prepare, ranges
+from genmodels.verification.subject import EVERYWHERE, cast, perturb, prepare, ranges
 
 FLOW_CHECKS = CheckSet()
 
@@ -260,7 +260,7 @@ def plans_of(part: Seen, core: nn.Module, options: Options) -> Iterator[Plan]:
     For a trained one the others too, since their parameters differ.
     """
     whole = copy.deepcopy(part.bijection).double()
-    cond = part.cond.double() if part.cond is not None and part.cond.is_floating_point() else part.cond
+    cond = cast(part.cond, torch.float64)
     with torch.no_grad():
         steps = list(whole.walk(part.x.double(), cond, name=part.name))
 

@@ -85,12 +85,6 @@ class Subject:
         made = copy.deepcopy(self.layer)
         return made if dtype is None else made.to(dtype)
 
-    def perturbed(self) -> nn.Module:
-        """A copy with every parameter moved."""
-        made = self.copy()
-        perturb(made, torch.Generator().manual_seed(self.seed + 1))
-        return made
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one event."""
@@ -132,11 +126,6 @@ class Subject:
                 return None  # its parameters depend on the size of the event
             return x, z, cond
         return None
-
-    @property
-    def takes_other_sizes(self) -> bool:
-        """Whether the layer has `out_shape`; other modules may not work on a part of the event."""
-        return callable(getattr(self.layer, "out_shape", None))
 
     def lengths(self) -> list[int]:
         """For sequences: a valid length for every row, the first one full, the others shorter.
@@ -200,6 +189,16 @@ def rolled(cond: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(changed.any()):
         raise NotApplicable("every row has the same condition: give different ones")
     return other, changed
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter or buffer."""
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Conditions in another floating-point type; classes stay integers."""
+    return cond.to(dtype) if cond is not None and cond.is_floating_point() else cond
 
 
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
@@ -382,8 +381,7 @@ def prepare(
     batch = batch if given is None else len(given)
     if batch < 2:
         raise ValueError(f"at least two examples are needed to tell whether they are independent, got {batch}")
-    device = next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
+    device, generator = device_of(layer), torch.Generator().manual_seed(seed)
 
     blank = copy.deepcopy(layer)
     work = copy.deepcopy(layer).double().eval()
@@ -393,7 +391,7 @@ def prepare(
     x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
     if tuple(x.shape[1:]) != shape:
         raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")
-    cond = None if cond is None else cond.to(device, torch.float64 if cond.is_floating_point() else cond.dtype)
+    cond = None if cond is None else cast(cond, torch.float64).to(device)
     if waits(work):
         rows = draw((_INITIAL_ROWS, *shape), x_range, generator).to(device)
         data, data_cond = (rows, rows_of(cond, len(rows))) if initial is None else initial
