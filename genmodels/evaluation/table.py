@@ -282,44 +282,44 @@ def two_errors(n: int) -> float:
 
 
 def _notes(table: Table, rank: str) -> list[str]:
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     rankings: list[str] = []  # of utterances, where a line may occur twice
     models = table.models
     for number, row in enumerate(table.rows, 1):
         report = models[row.model]
         if row.first and len(models) > 1:
-            notes[f"{number}: {report.checkpoint.path}"] = None
+            notes.append(f"{number}: {report.checkpoint.path}")
         if row.likelihood is not None:
-            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report.likelihood[row.likelihood]))
+            notes += [f"{number}: {note}" for note in _on_line(report.likelihood[row.likelihood])]
         if row.first:
-            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
+            notes += [f"{number}: {note}" for note in _on_model(report)]
             rankings += [f"{number}: {note}" for note in audit_notes(report.audit)] if report.audit is not None else []
     for reference in table.references:
         if reference.unit != "nats" and reference.value is not None:
             value = f"{with_error(reference.value, reference.error)} {UNITS[reference.unit]}"
-            notes[f"reference on {table.data.name}: {reference.name} {value}"] = None
-    notes |= dict.fromkeys(on_scale(table.scale))
-    if rank == "across" and table.ranking:
-        kinds = {line.kind for model in models for line in model.likelihood if line.kind in ERRS}
-        if len(kinds) > 1:
-            notes |= dict.fromkeys(f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(kinds))
-    lines = [line for model in models for line in model.likelihood if line.kind != "unnormalised"]
-    if len({condition_of(line) for line in lines}) > 1:
-        notes["values given the class are of another quantity, and ranked apart"] = None
+            notes.append(f"reference on {table.data.name}: {reference.name} {value}")
+    notes += on_scale(table.scale)
+    lines = [line for model in models for line in model.likelihood]
+    kinds = {line.kind for line in lines}
+    known = kinds - {"unnormalised"}
+    if rank == "across" and table.ranking and len(known) > 1:
+        notes += [f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(known)]
+    if len({condition_of(line) for line in lines if line.kind != "unnormalised"}) > 1:
+        notes.append("values given the class are of another quantity, and ranked apart")
     if any(sum(group.kind in ("across", line.kind) for line in model.likelihood) > 1
            for group in table.ranking for model in models):
-        notes["of several lines that are ranked together the best has the model's rank"] = None
-    kinds = {line.kind for model in models for line in model.likelihood}
-    if len(kinds - {"unnormalised"}) > 1 and rank != "across":
-        notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
-    notes |= dict.fromkeys(table.conclusions) | dict.fromkeys(f"note: {warning}" for warning in table.warnings)
-    notes |= dict.fromkeys(f"failed: {failure.path}: {failure.message}" for failure in table.failures)
-    bounds = {"lower_bound": "<= means: the true value is at most this",
-              "upper_bound": ">= means: the true value is at least this"}  # fmt: skip
-    notes |= {text: None for kind, text in bounds.items() if kind in kinds}
-    alone = {line.n for model in models for line in model.likelihood} == {1}
-    notes["of one item: no errors" if alone else "in brackets: one standard error, in the last digits shown"] = None
-    return rankings + list(notes)
+        notes.append("of several lines that are ranked together the best has the model's rank")
+    if len(known) > 1 and rank != "across":
+        notes.append("values of unlike kinds are not ranked: rank=across does it, and says how each may err")
+    notes += [*table.conclusions, *(f"note: {warning}" for warning in table.warnings),
+              *(f"failed: {failure.path}: {failure.message}" for failure in table.failures)]
+    if "lower_bound" in kinds:
+        notes.append("<= means: the true value is at most this")
+    if "upper_bound" in kinds:
+        notes.append(">= means: the true value is at least this")
+    alone = {line.n for line in lines} == {1}
+    notes.append("of one item: no errors" if alone else "in brackets: one standard error, in the last digits shown")
+    return rankings + list(dict.fromkeys(notes))
 
 
 def _on_line(line: LikelihoodLine) -> list[str]:
