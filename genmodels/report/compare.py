@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -60,12 +60,13 @@ def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
     warnings = [f"{model.name}: the evaluation was interrupted, later stages are missing" for model in models
                 if model.report.partial]
     warnings += table.warnings
-    content = {name: make(table, models) for name, _, make in SECTIONS}
-    shown = [(name, heading) for name, heading, _ in SECTIONS if content[name] or name in ("summary", "making")]
+    sections = _sections(table, models)
+    shown = [(name, heading) for name, heading, parts in sections if parts or name in ("summary", "making")]
     who = models[0].name if len(models) == 1 else f"{len(models)} models"
     return TEMPLATES.get_template("page.html").render(
         title=f"Evaluation of {who} on {table.data.name}, {table.data.split} split", introduction=_introduction(table),
-        content=content, models=models, sections=shown, headline=likelihoods.headline(models), failures=failures,
+        content={name: parts for name, _, parts in sections}, models=models, sections=shown,
+        headline=likelihoods.headline(models), failures=failures,
         warnings=list(dict.fromkeys(warnings)), conclusions=table.conclusions, notes=_notes(table),
         command=table.command, version=table.genmodels["version"], light=LIGHT, dark=DARK,
     )
@@ -92,27 +93,30 @@ def _gallery(figures: list) -> list[Gallery]:
     return [Gallery(figures)] if figures else []
 
 
-#: The sections in their order: anchor, title, and a function for the parts; a section without parts is left out. The
-#: template adds to the summary, the table and the last section.
-SECTIONS: list[tuple[str, str, Callable]] = [
-    ("summary", "In short", lambda table, models: []),
-    ("table", "The table", likelihoods.main_table),
-    ("samples", "Samples from the same seed", lambda table, models: _gallery(quality.samples(models))),
-    ("sound", "Sound", lambda table, models: quality.sound(models)),
-    ("transcripts", "Transcripts", lambda table, models: quality.transcripts(models)),
-    ("likelihood", "Likelihood of single items", lambda table, models: [
-        *_gallery(likelihoods.histograms(models, table.references)), *likelihoods.extremes(models)]),
-    ("noise", "Bits by noise level", lambda table, models: _gallery(quality.by_noise_level(models))),
-    ("layers", "Flows layer by layer", lambda table, models: quality.by_layer(models)),
-    ("density", "Densities", lambda table, models: _gallery(likelihoods.densities(models))),
-    ("outside", "Other data", lambda table, models: likelihoods.out_of_distribution(models)),
-    ("fidelity", "Samples against data", lambda table, models: quality.fidelity(models, table.scale)),
-    ("neighbours", "Nearest training items", lambda table, models: quality.neighbours(models)),
-    ("sweeps", "Steps and temperatures", lambda table, models: _gallery(quality.sweeps(models))),
-    ("cost", "Cost", lambda table, models: quality.cost(models)),
-    ("checks", "Checks", lambda table, models: quality.checks(models)),
-    ("making", "How every number was made", lambda table, models: likelihoods.recipes(models)),
-]
+def _sections(table: Table, models: list[Model]) -> list[tuple[str, str, list]]:
+    """Anchor, title and parts of every section; one without parts is left out.
+
+    The template adds to the summary, the table and the last section.
+    """
+    items = [*_gallery(likelihoods.histograms(models, table.references)), *likelihoods.extremes(models)]
+    return [
+        ("summary", "In short", []),
+        ("table", "The table", likelihoods.main_table(table, models)),
+        ("samples", "Samples from the same seed", _gallery(quality.samples(models))),
+        ("sound", "Sound", quality.sound(models)),
+        ("transcripts", "Transcripts", quality.transcripts(models)),
+        ("likelihood", "Likelihood of single items", items),
+        ("noise", "Bits by noise level", _gallery(quality.by_noise_level(models))),
+        ("layers", "Flows layer by layer", quality.by_layer(models)),
+        ("density", "Densities", _gallery(likelihoods.densities(models))),
+        ("outside", "Other data", likelihoods.out_of_distribution(models)),
+        ("fidelity", "Samples against data", quality.fidelity(models, table.scale)),
+        ("neighbours", "Nearest training items", quality.neighbours(models)),
+        ("sweeps", "Steps and temperatures", _gallery(quality.sweeps(models))),
+        ("cost", "Cost", quality.cost(models)),
+        ("checks", "Checks", quality.checks(models)),
+        ("making", "How every number was made", likelihoods.recipes(models)),
+    ]
 
 
 @dataclass
@@ -342,11 +346,11 @@ def _keep_fuller(target: Path, new: _Held | None) -> list[str]:
 
     One that was renamed earlier is replaced only if it has the same items and nothing further.
     """
-    held = _held(target)
+    held = _held_in(_read(target))
     if held is None or new is None or not (further := held.beyond(new)):
         return []
     before, number = "_before", 2
-    while (kept := _held(target.with_stem(target.stem + before))) is not None and kept.beyond(held):
+    while (kept := _held_in(_read(target.with_stem(target.stem + before)))) is not None and kept.beyond(held):
         before, number = f"_before{number}", number + 1
     pages = [target.with_name("report.html"), *map(target.with_suffix, (".md", ".csv"))]
     files = pages if _is_table(held.content) else [arrays_target(target), target.with_suffix(".html")]
@@ -358,12 +362,8 @@ def _keep_fuller(target: Path, new: _Held | None) -> list[str]:
     return [f"{target} held {further}: kept as {aside.name}"]
 
 
-def _held(target: Path) -> _Held | None:
-    """What the report or table in a file holds; None without one."""
-    return _held_in(_read(target))
-
-
 def _held_in(content: Any) -> _Held | None:
+    """What a report or a table holds; None for anything else."""
     try:
         reports = content["models"] if _is_table(content) else [content]
         parts = {part for report in reports for part in _parts_of(report)}
@@ -413,7 +413,7 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
 
 def _check_unnamed(reports: list[Path], folder: Path | None) -> None:
     """Raise an InputError if files of these reports, or of the table in the folder, would replace the user's own."""
-    taken = [place for target in reports if _held(target) is None
+    taken = [place for target in reports if _held_in(_read(target)) is None
              for place in (target, arrays_target(target), target.with_suffix(".html")) if place.exists()]
     if folder is None:  # report.html may be that of a table
         taken = [place for place in taken
