@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -270,6 +270,7 @@ def _check(network: nn.Module | Callable[..., Tensor], second_derivatives: bool)
 BATCHED = torch.__version__ >= "2.14"
 
 Route = Literal["auto", "double_backward", "forward_over_reverse", "jet"]
+_ROUTES = get_args(Route)[1:]
 
 
 class Directional(NamedTuple):
@@ -318,11 +319,14 @@ def directional(
     training = torch.is_grad_enabled()
     with _differentiated(x):
         x, directions, cond = usable(wide(x)), usable(directions), usable(cond)
-        if route == "jet" and not training:
-            with torch.no_grad():
-                return _ROUTES[route](model, x, directions, cond, training, chunk)
         leaf = x if training and x.requires_grad else x.detach().requires_grad_(route != "jet")
-        result = _ROUTES[route](model, leaf, directions, cond, training, chunk)
+        if route == "jet":
+            with torch.set_grad_enabled(training):
+                result = _jet(model, leaf, directions, chunk)
+        elif route == "forward_over_reverse":
+            result = _forward_over_reverse(model, leaf, directions, cond)
+        else:
+            result = _double_backward(model, leaf, directions, cond, training)
     return result if training else Directional(*(None if part is None else part.detach() for part in result))
 
 
@@ -382,7 +386,7 @@ def _log_fallback(network: str) -> None:
     )
 
 
-def _double_backward(model, leaf, directions, cond, training, chunk) -> Directional:
+def _double_backward(model, leaf, directions, cond, training) -> Directional:
     score = like(leaf, model.score(leaf, cond))
     slopes, curvatures = [], []
     for i, v in enumerate(directions):
@@ -394,7 +398,7 @@ def _double_backward(model, leaf, directions, cond, training, chunk) -> Directio
     return Directional(torch.stack(slopes), torch.stack(curvatures), score)
 
 
-def _forward_over_reverse(model, leaf, directions, cond, training, chunk) -> Directional:
+def _forward_over_reverse(model, leaf, directions, cond) -> Directional:
     slopes, curvatures = [], []
     for v in directions:
         with forward_ad.dual_level():
@@ -406,7 +410,7 @@ def _forward_over_reverse(model, leaf, directions, cond, training, chunk) -> Dir
     return Directional(torch.stack(slopes), torch.stack(curvatures), score)
 
 
-def _jet(model, leaf, directions, cond, training, chunk) -> Directional:
+def _jet(model, leaf, directions, chunk) -> Directional:
     slopes, curvatures = [], []
     for some in directions.split(chunk):
         x = leaf.expand(len(some), *leaf.shape).flatten(0, 1)
@@ -414,13 +418,6 @@ def _jet(model, leaf, directions, cond, training, chunk) -> Directional:
         slopes.append(slope.view(len(some), -1))
         curvatures.append(curvature.view(len(some), -1))
     return Directional(torch.cat(slopes), torch.cat(curvatures), None)
-
-
-_ROUTES: dict[str, Callable[..., Directional]] = {
-    "double_backward": _double_backward,
-    "forward_over_reverse": _forward_over_reverse,
-    "jet": _jet,
-}
 
 
 def _gradients(score: Tensor, leaf: Tensor, basis: Tensor, training: bool) -> Tensor:
