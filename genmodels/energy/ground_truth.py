@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -237,17 +238,13 @@ class Quadrature:
     Arguments:
         log_z: the logarithm of the integral of exp(-E) over the limits.
         error: bound on its absolute error, as estimated by the rule.
-        limits: (low, high) of each coordinate; Z excludes the mass outside.
         edge: the largest density on the border, relative to the largest inside; limits are wide enough if this is
             negligible.
-        evaluations: number of evaluations of the energy.
     """
 
     log_z: float
     error: float
-    limits: tuple[tuple[float, float], ...]
     edge: float
-    evaluations: int
 
 
 def quadrature(
@@ -257,7 +254,7 @@ def quadrature(
     """log Z of an energy over a box, by adaptive Gauss-Kronrod rules on a grid of cells.
 
     Arguments:
-        limits: (low, high) of each of one or two coordinates.
+        limits: (low, high) of each of one or two coordinates; Z excludes the mass outside.
         cells: cells per coordinate, each refined separately, so that narrow modes are not overlooked.
         tolerance: target relative error; None is 1e-10 in float64 and 1e-5 in float32.
         cond: condition (1,) or (1, ...) of all points.
@@ -273,33 +270,27 @@ def quadrature(
         True
     """
     model, limits = require_energy(model, "quadrature"), _checked(limits)
-    energy = _Energy(model, cond, dtype, device)
+    energy = partial(_energies, model, cond=cond, dtype=dtype, device=device)
     lowest, edge = _survey(energy, limits)
     value, error = _integrate(lambda points: np.exp(lowest - energy(points)), limits, cells, tolerance, dtype)
     if not value > 0:
         raise RunError("quadrature missed all modes, which are narrower than the cells: narrow the limits or use more "
                        "cells=")
-    return Quadrature(math.log(value) - lowest, error / value, limits, edge, energy.evaluations)
+    return Quadrature(math.log(value) - lowest, error / value, edge)
 
 
-class _Energy:
-    """The energy as a function of NumPy points (N, D), in batches, counted."""
-
-    def __init__(self, model: EnergyFunction, cond: Tensor | None, dtype, device):
-        self.model, self.cond, self.dtype, self.device, self.evaluations = model, cond, dtype, device, 0
-
-    def __call__(self, points: np.ndarray) -> np.ndarray:
-        self.evaluations += len(points)
-        x = torch.as_tensor(np.ascontiguousarray(points)).to(device=self.device, dtype=self.dtype)
-        values = []
-        with torch.no_grad():
-            for some in x.split(65536):
-                cond = None if self.cond is None else self.cond.expand(len(some), *self.cond.shape[1:])
-                values.append(self.model.energy(some, cond).to("cpu", torch.float64))
-        energy = torch.cat(values).numpy()
-        if np.isnan(energy).any():
-            raise RunError(f"the energy is NaN at x = {points[np.isnan(energy)][0].tolist()}")
-        return energy
+def _energies(model: EnergyFunction, points: np.ndarray, cond: Tensor | None, dtype, device) -> np.ndarray:
+    """The energies of NumPy points (N, D), in batches."""
+    x = torch.as_tensor(np.ascontiguousarray(points)).to(device=device, dtype=dtype)
+    values = []
+    with torch.no_grad():
+        for some in x.split(65536):
+            own = None if cond is None else cond.expand(len(some), *cond.shape[1:])
+            values.append(model.energy(some, own).to("cpu", torch.float64))
+    energy = torch.cat(values).numpy()
+    if np.isnan(energy).any():
+        raise RunError(f"the energy is NaN at x = {points[np.isnan(energy)][0].tolist()}")
+    return energy
 
 
 def _checked(limits: Limits) -> tuple[tuple[float, float], ...]:
@@ -311,7 +302,7 @@ def _checked(limits: Limits) -> tuple[tuple[float, float], ...]:
     return limits
 
 
-def _survey(energy: _Energy, limits) -> tuple[float, float]:
+def _survey(energy: Callable[[np.ndarray], np.ndarray], limits) -> tuple[float, float]:
     """The lowest energy on a grid, and the largest density on the border relative to the largest on the grid."""
     sides = [np.linspace(low, high, 129) for low, high in limits]
     grid = np.meshgrid(*sides, indexing="ij")
