@@ -317,7 +317,6 @@ class EvaluationState:
     def __init__(self, opened: Opened, cache: Cache, shared: dict, ranks: Ranks):
         self.opened, self.cache, self.shared, self.ranks = opened, cache, shared, ranks
         ranks.members.append(self)
-        self.sha256 = opened.sha256
         self.arrays: dict[str, Tensor] = {}
         self.report = self._head()
         self.report.warnings += in_order_of_classes(opened)
@@ -336,7 +335,7 @@ class EvaluationState:
                        "device": str(opened.model.device), "threads": torch.get_num_threads()},
             name=header["family"],
             checkpoint=CheckpointFacts(
-                path=str(opened.path), sha256=self.sha256, step=header["step"], epoch=header.get("epoch"),
+                path=str(opened.path), sha256=opened.sha256, step=header["step"], epoch=header.get("epoch"),
                 family=header["family"], parameters=header["parameters"], weights=str(weights_of(request.ema)),
                 training_seconds=training_time(opened.path.parent) or None,
             ),
@@ -350,17 +349,24 @@ class EvaluationState:
         )
 
     def hash_of(self, split: str, rows: Tensor | None = None, datamodule: DataModule | None = None) -> str:
-        """The hash of these items of a split, all by default; of another data set if one is given."""
+        """A hash of indices, values and labels of these items of a split (default all), or of another data set's."""
         datamodule = datamodule or self.opened.datamodule
         key = ("hash", id(datamodule), split, None if rows is None else rows.numpy().tobytes())
         if key not in self.shared:
-            self.shared[key] = item_hash(datamodule, split, rows)
+            digest = hashlib.sha256()
+            for batch in datamodule.loader(split, 1024, rows):
+                cond = batch.cond
+                parts = (cond.tokens, cond.speaker) if isinstance(cond, TextCondition) else (cond,)
+                for tensor in (batch.index, batch.x, *parts):
+                    if tensor is not None:
+                        digest.update(tensor.contiguous().numpy().tobytes())
+            self.shared[key] = digest.hexdigest()
         return self.shared[key]
 
     def key(self, stage: str, settings: dict) -> str:
         """The name of a result in the cache."""
         return key_of(
-            stage=stage, checkpoint=self.sha256, settings=settings, data=self.report.data.item_hash,
+            stage=stage, checkpoint=self.opened.sha256, settings=settings, data=self.report.data.item_hash,
             items=self.opened.items, split=self.request.split, weights=str(weights_of(self.request.ema)),
             seed=self.request.seed, batch_size=self.request.batch_size, threads=torch.get_num_threads(),
             torch=torch.__version__, code=code_hash(), data_options=self.request.data,
@@ -436,15 +442,3 @@ def classes_in_turn(labels: Tensor) -> Tensor:
     counts = labels.bincount()
     before = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[order]]  # others of its class
     return labels[order][before.argsort(stable=True)]
-
-
-def item_hash(datamodule: DataModule, split: str, rows: Tensor | None = None) -> str:
-    """A hash of the indices, values and labels of these items of a split, all by default."""
-    digest = hashlib.sha256()
-    for batch in datamodule.loader(split, 1024, rows):
-        cond = batch.cond
-        parts = (cond.tokens, cond.speaker) if isinstance(cond, TextCondition) else (cond,)
-        for tensor in (batch.index, batch.x, *parts):
-            if tensor is not None:
-                digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
