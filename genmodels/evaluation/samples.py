@@ -272,7 +272,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
             sources = images_of(torch.stack(list(originals.values())).to(samples.x.dtype), spec, smallest=LEGIBLE)
             sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white
             picture = stack([grid(sources, len(sources), names=list(originals)), picture])
-        save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
+        save_png(picture, target, _recorded(samples, spec))
         return [f"{counted(len(samples.x), 'sample')}: {target}"]
     if spec.mel is not None:
         return [f"{counted(len(samples.x), 'sample')} as .wav and .png: {target}", *write_sounds(samples, spec, target)]
@@ -282,9 +282,7 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Te
 def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
     """Each image as a PNG in a folder."""
     for k, image in enumerate(images_of(samples.x, spec)):
-        label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
-        number = int(samples.index[k])
-        save_png(image, sample_file(target, number), samples.made | {"index": number} | label)
+        _save_single(image, samples, k, spec, target)
     return []
 
 
@@ -297,7 +295,7 @@ def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
         rows = [[*row, name] for row, name in zip(rows, classes, strict=True)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([names, *rows])
-    made = samples.made | {"index": _span(samples.index)} | _classes(samples, spec)
+    made = _recorded(samples, spec)
     write_whole(target, lambda file: file.write(text.getvalue()), mode="w")
     write_whole(target.with_suffix(".json"), lambda file: json.dump(made, file, indent=1), mode="w")
     return [f"{counted(len(rows), 'sample')} of {', '.join(names)}: {target} (how they were made: "
@@ -316,7 +314,6 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     config, silent = MelConfig(**spec.mel), []
     for k, mel in enumerate(samples.x):
         mel = mel if samples.mask is None else mel[:, samples.mask[k, 0]]
-        label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
         number = int(samples.index[k])
         wave = sound_of(mel, GriffinLim(config), number) if bool(mel.isfinite().all()) else None
         if wave is None or not bool(wave.isfinite().all()):
@@ -325,7 +322,7 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
         else:
             place = target / f"{number:06d}.wav"
             write_whole(place, lambda file, wave=wave: write_wav(file, wave, config.sample_rate))
-        save_png(mel_image(mel, 4, 2), sample_file(target, number), samples.made | {"index": number} | label)
+        _save_single(mel_image(mel, 4, 2), samples, k, spec, target)
     return silent
 
 
@@ -414,7 +411,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
         size = (max(p.width for p in pictures), max(p.height for p in pictures))
         first, *rest = (p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures)
         milliseconds = [120] * len(rest) + [1500]
-        made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples, spec))
+        made = json.dumps(_recorded(samples, spec))
         write_whole(target, lambda file: first.save(file, format="GIF", save_all=True, append_images=rest,
                                                     duration=milliseconds, loop=0, comment=made.encode()))
         return f"trajectory of {counted(shown.shape[1], 'sample')} in {len(shown)} frames: {target}"
@@ -425,19 +422,22 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     classes = [f" ({label})" for label in labels] or [""] * rows
     numbers = [f"{i}{classes[k]}" for k, i in enumerate(samples.index[:rows].tolist()) for _ in chosen]
     sheet = grid(tiles, columns=len(shown), names=names, numbers=numbers)
-    save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples, spec))
+    save_png(sheet, target, _recorded(samples, spec, rows))
     return f"trajectory of {counted(rows, 'sample')} in {len(shown)} frames: {target}"
 
 
-def _classes(samples, spec: DataSpec) -> dict:
-    """The classes of samples in the form of `cond=`, to draw the same again."""
-    if samples.cond is None:
-        return {}
-    return {"cond": spec.as_given(in_turn(samples.cond.tolist(), samples.index.tolist()))}
+def _recorded(samples, spec: DataSpec, count: int | None = None) -> dict:
+    """How samples were made, with the numbers of the first `count` and the classes as `cond=` takes them."""
+    index = samples.index.tolist()
+    classes = {} if samples.cond is None else {"cond": spec.as_given(in_turn(samples.cond.tolist(), index))}
+    return samples.made | {"index": f"{index[0]}-{index[:count][-1]}"} | classes
 
 
-def _span(index: Tensor) -> str:
-    return f"{int(index[0])}-{int(index[-1])}"
+def _save_single(picture: Image.Image, samples, k: int, spec: DataSpec, target: Path) -> None:
+    """Write the picture of sample k in a folder of single ones."""
+    label = {} if samples.cond is None else {"cond": spec.as_given([int(samples.cond[k])])[0]}
+    number = int(samples.index[k])
+    save_png(picture, sample_file(target, number), samples.made | {"index": number} | label)
 
 
 def save_png(picture: Image.Image, path: Path, made: dict) -> None:
