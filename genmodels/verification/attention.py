@@ -43,13 +43,6 @@ from genmodels.verification.mechanism_references import MECHANISM_REFERENCES, re
 CHECKS = CheckSet(MASK_CHECKS, CODE_CHECKS, POSITION_CHECKS)
 
 
-#: Reference implementations `(module, x, mask, space) -> y` by class; for other modules one can be passed to `check`.
-REFERENCES: dict[type, Callable[..., Tensor]] = {
-    Attention: lambda module, x, mask, space: reference_attention(module, x, mask=mask, space=space)[0],
-    **dict.fromkeys(MECHANISM_REFERENCES, lambda module, x, mask, space: reference_mechanism(module, x, mask=mask)),
-}
-
-
 def check(
     module: nn.Module,
     dim: int,
@@ -110,8 +103,12 @@ def check(
 
 
 def reference_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The reference implementation of the nearest class of a module that has one."""
-    return next((REFERENCES[kind] for kind in type(module).__mro__ if kind in REFERENCES), None)
+    """The reference implementation `(module, x, mask, space) -> y` of a module of this package."""
+    if isinstance(module, Attention):
+        return lambda module, x, mask, space: reference_attention(module, x, mask=mask, space=space)[0]
+    if isinstance(module, tuple(MECHANISM_REFERENCES)):
+        return lambda module, x, mask, space: reference_mechanism(module, x, mask=mask)
+    return None
 
 
 Reach = tuple[int | None, int | None]
