@@ -10,15 +10,9 @@ from torch import nn
 from genmodels.nn.attention import Attention, Position, TransformerXL
 from genmodels.verification.attention import check
 from genmodels.verification.check import Report
-from tests.mutants import (
-    attention_core as softmaxes,
-)
-from tests.mutants import (
-    attention_mechanisms as mechanisms,
-)
-from tests.mutants import (
-    attention_positions as positions,
-)
+from tests.mutants import attention_core as softmaxes
+from tests.mutants import attention_mechanisms as mechanisms
+from tests.mutants import attention_positions as positions
 
 DIM, HEADS = 8, 2
 
