@@ -193,8 +193,7 @@ def verify_bijection(
     plans = []
     if isinstance(layer, Compose | MultiScale):
         # The parameters and inputs on which `check_bijection` will check the whole.
-        whole = prepare(layer, shape, x=None, z=None, cond=cond, batch=_ROWS, randomise=True, initial=None,
-                        x_range=None, z_range=None, seed=options.seed)
+        whole = prepare(layer, shape, cond=cond, batch=_ROWS, randomise=True, seed=options.seed)
         # Every layer, not one of each group: user classes may keep settings that `fingerprint` does not see.
         one_by_one = replace(options, randomise=False)
         plans = list(plans_of(Seen("", whole.layer, whole.x, whole.cond), layer, one_by_one))[1:]

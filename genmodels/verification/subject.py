@@ -358,9 +358,9 @@ def _in_one_line(layer: nn.Module, name: str, value: Tensor) -> Iterator[None]:
 
 
 def prepare(
-    layer: nn.Module, shape: Sequence[int], *, x: Tensor | None, z: Tensor | None, cond: Tensor | None, batch: int,
-    randomise: bool, initial: tuple[Tensor, Tensor | None] | None, x_range: Range | None, z_range: Range | None,
-    seed: int, **options,
+    layer: nn.Module, shape: Sequence[int], *, batch: int, randomise: bool, seed: int, x: Tensor | None = None,
+    z: Tensor | None = None, cond: Tensor | None = None, initial: tuple[Tensor, Tensor | None] | None = None,
+    x_range: Range | None = None, z_range: Range | None = None, **options,
 ) -> Subject:
     """The subject of a layer: copied, converted to float64, perturbed, then initialised as in training."""
     shape = as_shape(shape)

@@ -244,8 +244,7 @@ def test_what_is_too_large_is_not_verified():
 
 
 def test_jacobian_of_a_known_map():
-    subject = prepare(Compose([Stretch(2)], (2, 2)), (2, 2), x=None, z=None, cond=None, batch=2, randomise=True,
-                      initial=None, x_range=None, z_range=None, seed=0)
+    subject = prepare(Compose([Stretch(2)], (2, 2)), (2, 2), batch=2, randomise=True, seed=0)
     scale = subject.layer.layers[0].log_scale.exp().repeat_interleave(2)
     found = jacobian_checks.jacobian(subject, subject.x, None, 1, False)
     assert torch.allclose(found, torch.diag(scale), atol=1e-14)
