@@ -29,7 +29,6 @@ from genmodels.models.transcription import TrainedRecogniser, search_of
 from genmodels.speech.audio import MelConfig, log_pitch, read_wav
 from genmodels.speech.decoding import oracle
 from genmodels.speech.measures import (
-    AlignmentShape,
     Outcome,
     Pitch,
     SpokenAt,
@@ -97,13 +96,12 @@ def speech_of(state: EvaluationState) -> SpeechFigures:
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
     done = state.once("speech", settings, compute)
     state.arrays |= done["arrays"]
-    found = done["figures"]
-    shape, heard = found["alignment"], found["recognition"]
-    return SpeechFigures(**found | {
-        "alignment": shape and AlignmentShape(**shape),
-        "pitch": (found["pitch"] and Pitch(**found["pitch"])) if audible else Skipped(_NO_PITCH),
-        "recognition": TypeAdapter(Recognition).validate_python(heard) if heard else Skipped(reason),
-    })
+    found = TypeAdapter(SpeechFigures).validate_python(done["figures"])
+    if not audible:
+        found.pitch = Skipped(_NO_PITCH)
+    if found.recognition is None:
+        found.recognition = Skipped(reason)
+    return found
 
 
 def transcription_of(state: EvaluationState) -> Transcription:
