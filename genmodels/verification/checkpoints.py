@@ -102,9 +102,8 @@ class ModelSubject:
 
 def verify_checkpoint(subject: ModelSubject, watch: Callable[[str], None] = lambda name: None) -> list[Check]:
     """The result of every check that applies to the model; `watch` is called before each with its name."""
-    specs: list[tuple[CheckSpec, object]] = []
-    for applies, checks in OF_CHECKPOINTS:
-        specs += [(spec, subject) for spec in checks.specs.values() if applies(subject)]
+    specs: list[tuple[CheckSpec, object]] = [
+        (spec, subject) for name, spec in CHECKS.specs.items() if _APPLIES[name](subject)]
     if is_flow(subject.model):
         from genmodels.verification.maps import LAYER_CHECKS
 
@@ -117,16 +116,49 @@ def verify_checkpoint(subject: ModelSubject, watch: Callable[[str], None] = lamb
     return [check for check in found if check.status != NOT_APPLICABLE]
 
 
-LIKELIHOOD_CHECKS = CheckSet()
+#: Every check of checkpoints but those of the layers of a flow, and the models that each applies to.
+CHECKS = CheckSet()
+_APPLIES: dict[str, Callable[[ModelSubject], bool]] = {}
 
 
-@LIKELIHOOD_CHECKS.add("same seed, same value", 0.0, "two evaluations with one seed are equal")
+def _check(name: str, tolerance: float, statement: str, applies: Callable[[ModelSubject], bool]) -> Callable:
+    """Decorator: add a check of the models that it applies to."""
+    _APPLIES[name] = applies
+    return CHECKS.add(name, tolerance, statement)
+
+
+def _has_likelihood(s: ModelSubject) -> bool:
+    model = s.model
+    ours = is_flow(model) or _has_bound(model) or is_energy(model) or model.spec.text is not None
+    return not is_of_noisy_data(model) and (ours or (s.line is not None and s.line.kind != "unnormalised"))
+
+
+def _has_flow_or_bound(s: ModelSubject) -> bool:
+    return _has_likelihood(s) and (is_flow(s.model) or _has_bound(s.model))
+
+
+def _has_decoder(s: ModelSubject) -> bool:
+    return is_diffusion(s.model) and s.model.spec.levels is not None
+
+
+def _has_bound(model: GenerativeModel) -> bool:
+    return is_diffusion(model) or is_masked_diffusion(model)
+
+
+def _has_density(s: ModelSubject) -> bool:
+    exact = s.line is not None and s.line.kind == "exact"  # a user class
+    in_the_plane = s.model.spec.event_shape == (2,) and s.model.spec.levels is None and not needs_class(s.model)
+    return in_the_plane and (is_flow(s.model) or is_energy(s.model) or exact)
+
+
+@_check("same seed, same value", 0.0, "two evaluations with one seed are equal", _has_likelihood)
 def determinism(s: ModelSubject) -> Measured:
     """The log-likelihoods of all items, twice."""
     return Measured(_largest(s.likelihood.nats - s.evaluate().nats), "two runs")
 
 
-@LIKELIHOOD_CHECKS.add("batch size 1 against 64", 1e-5, "an item alone has its likelihood in a batch")
+@_check("batch size 1 against 64", 1e-5, "an item alone has its likelihood in a batch",
+        _has_likelihood)
 def one_by_one(s: ModelSubject) -> Measured:
     """Eight items, nats per dimension."""
     few = s.batch.rows(slice(0, 8))
@@ -135,10 +167,8 @@ def one_by_one(s: ModelSubject) -> Measured:
     return Measured(error, f"{len(few)} items, nats per dimension")
 
 
-SAMPLE_CHECKS = CheckSet()
-
-
-@SAMPLE_CHECKS.add("sample 3 alone and in a batch", 1e-3, "sample k of a seed is the same alone and in a batch")
+@_check("sample 3 alone and in a batch", 1e-3, "sample k of a seed is the same alone and in a batch",
+        lambda s: s.model.generates)
 def addressable(s: ModelSubject) -> Measured:
     """Within one level, or within 1e-3 of the largest value."""
     options = {"seed": s.seed, "weights": s.weights}
@@ -152,10 +182,8 @@ def addressable(s: ModelSubject) -> Measured:
     return Measured(difference, "units of the data", 1e-3 * max(1.0, float(batch.x.double().abs().max())))
 
 
-PRECISION_CHECKS = CheckSet()
-
-
-@PRECISION_CHECKS.add("float32 against float64", 1e-3, "the mean likelihood in float32 is that in float64")
+@_check("float32 against float64", 1e-3, "the mean likelihood in float32 is that in float64",
+        _has_flow_or_bound)
 def precision(s: ModelSubject) -> Measured:
     """With the same draws, bits per dimension."""
     few = s.batch.rows(slice(0, 16)) if hasattr(s.model, "num_steps") else s.batch
@@ -166,10 +194,8 @@ def precision(s: ModelSubject) -> Measured:
     return Measured(error, f"mean of {len(few)} items, bits per dimension")
 
 
-DENSITY_CHECKS = CheckSet()
-
-
-@DENSITY_CHECKS.add("density integrates to one", 1e-3, "the integral of the density over the plane is one")
+@_check("density integrates to one", 1e-3, "the integral of the density over the plane is one",
+        _has_density)
 def integrates_to_one(s: ModelSubject) -> Measured:
     """Not verified where the integral does not settle, or few items say where the density lies."""
     if len(s.points) < 10 and not is_flow(s.model):
@@ -181,17 +207,16 @@ def integrates_to_one(s: ModelSubject) -> Measured:
     return Measured(abs(mass - 1), note)
 
 
-BOUND_CHECKS = CheckSet()
-
-
-@BOUND_CHECKS.add("prior + terms + reconstruction = bound", 1e-6, "the named parts add up to the negative ELBO")
+@_check("prior + terms + reconstruction = bound", 1e-6, "the named parts add up to the negative ELBO",
+        lambda s: _has_bound(s.model))
 def parts_add_up(s: ModelSubject) -> Measured:
     """Nats per dimension."""
     total = sum(part.double() for part in s.likelihood.parts.values())
     return Measured(_largest((total + s.likelihood.nats) / s.model.spec.dims), "nats per dimension")
 
 
-@BOUND_CHECKS.add("all terms = stratified estimate", 4.0, "strata estimate what the sum of all terms gives")
+@_check("all terms = stratified estimate", 4.0, "strata estimate what the sum of all terms gives",
+        lambda s: _has_bound(s.model))
 def strata(s: ModelSubject) -> Measured:
     """In standard errors of the estimate."""
     terms = s.model.num_steps - 1
@@ -210,10 +235,8 @@ def strata(s: ModelSubject) -> Measured:
     return Measured(z, f"{len(few)} items, standard errors")
 
 
-DECODER_CHECKS = CheckSet()
-
-
-@DECODER_CHECKS.add("masses of the decoder sum to one", 1e-5, "the decoder's masses of all levels sum to one")
+@_check("masses of the decoder sum to one", 1e-5, "the decoder's masses of all levels sum to one",
+        _has_decoder)
 def decoder(s: ModelSubject) -> Measured:
     """For 25 means from -1.2 to 1.2."""
     model = s.model
@@ -225,10 +248,8 @@ def decoder(s: ModelSubject) -> Measured:
     return Measured(_largest(masses - 1), f"{len(levels)} levels")
 
 
-ENERGY_CHECKS = CheckSet()
-
-
-@ENERGY_CHECKS.add("score = - gradient of the energy", 1e-4, "the score is minus the gradient of the energy")
+@_check("score = - gradient of the energy", 1e-4, "the score is minus the gradient of the energy",
+        lambda s: is_energy(s.model))
 def score(s: ModelSubject) -> Measured:
     """Along a random direction, by central differences in float64."""
     twin = copy.deepcopy(s.model).double()
@@ -245,7 +266,8 @@ def score(s: ModelSubject) -> Measured:
     return Measured(_largest((slope - risen) / (1 + slope.abs())), f"{len(few)} items, central differences")
 
 
-@ENERGY_CHECKS.add("forward log Z <= reverse", 3.0, "the forward estimate of log Z is not above the reverse one")
+@_check("forward log Z <= reverse", 3.0, "the forward estimate of log Z is not above the reverse one",
+        lambda s: is_energy(s.model))
 def bracket(s: ModelSubject) -> Measured:
     """In standard errors of the difference."""
     made = {} if s.line is None else s.line.made
@@ -260,34 +282,6 @@ def bracket(s: ModelSubject) -> Measured:
 def _largest(values: Tensor) -> float:
     """The largest absolute value; NaN stays NaN."""
     return float(values.abs().max()) if len(values) else 0.0
-
-
-def _has_likelihood(s: ModelSubject) -> bool:
-    model = s.model
-    ours = is_flow(model) or _has_bound(model) or is_energy(model) or model.spec.text is not None
-    return not is_of_noisy_data(model) and (ours or (s.line is not None and s.line.kind != "unnormalised"))
-
-
-def _has_bound(model: GenerativeModel) -> bool:
-    return is_diffusion(model) or is_masked_diffusion(model)
-
-
-def _has_density(s: ModelSubject) -> bool:
-    exact = s.line is not None and s.line.kind == "exact"  # a user class
-    in_the_plane = s.model.spec.event_shape == (2,) and s.model.spec.levels is None and not needs_class(s.model)
-    return in_the_plane and (is_flow(s.model) or is_energy(s.model) or exact)
-
-
-#: Sets of checks and the models they apply to, in the order of the report; the checks of a flow's layers follow.
-OF_CHECKPOINTS: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
-    (_has_likelihood, LIKELIHOOD_CHECKS),
-    (lambda s: s.model.generates, SAMPLE_CHECKS),
-    (lambda s: _has_likelihood(s) and (is_flow(s.model) or _has_bound(s.model)), PRECISION_CHECKS),
-    (_has_density, DENSITY_CHECKS),
-    (lambda s: _has_bound(s.model), BOUND_CHECKS),
-    (lambda s: is_diffusion(s.model) and s.model.spec.levels is not None, DECODER_CHECKS),
-    (lambda s: is_energy(s.model), ENERGY_CHECKS),
-]
 
 
 _LONG = 3600.0  # seconds: no check is skipped

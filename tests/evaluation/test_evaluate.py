@@ -39,7 +39,7 @@ from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.normalizing_flows import TarFlow
 from genmodels.models.score import ScoreModel
 from genmodels.verification.check import run_check
-from genmodels.verification.checkpoints import DENSITY_CHECKS
+from genmodels.verification.checkpoints import CHECKS
 from tests.evaluation.command import COVARIANCE, MEAN, QUICK, evaluate, report
 from tests.gaussian_models import GaussianFlow, save
 from tests.parameters import scattered
@@ -142,7 +142,7 @@ def test_a_density_of_the_plane_is_integrated_where_its_mass_is(tmp_path, kind, 
     x0, x1, y0, y1 = extent = extent_of(points)
     inside = float(on_grid(model, extent, 160).exp().sum()) * (x1 - x0) * (y1 - y0) / 160**2
     subject = SimpleNamespace(model=model, points=points, seed=0, weights="raw", options={})
-    check = run_check(DENSITY_CHECKS.specs["density integrates to one"], subject)
+    check = run_check(CHECKS.specs["density integrates to one"], subject)
     assert (inside < 0.96 or correlation) and (check.status == "passed") is (kind is GaussianFlow)
 
 
