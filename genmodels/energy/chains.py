@@ -278,21 +278,19 @@ def run_chains(
         acceptance=accepted / steps if kernel.wanted_acceptance is not None and steps else None,
         divergences=divergences,
         step_size=adaptation.averaged,
-        ess=None if quantities is None else effective_sample_size(quantities),
-        r_hat=None if quantities is None else split_r_hat(quantities),
+        ess=effective_sample_size(quantities),
+        r_hat=split_r_hat(quantities),
         evaluations=target.evaluations,
         started=label,
         exact=kernel.exact,
     )
 
 
-def _quantities(draws: Tensor, energies: list[Tensor | None]) -> Tensor | None:
-    """(N, B, K) quantities for diagnostics: the coordinates, or the energy of large events."""
-    if not len(draws):
-        return None
-    if draws[0, 0].numel() <= _MOST_COORDINATES:
+def _quantities(draws: Tensor, energies: list[Tensor | None]) -> Tensor:
+    """(N, B, K) quantities for diagnostics: the coordinates, or the energy of large events if there is one."""
+    if draws.shape[2:].numel() <= _MOST_COORDINATES:
         return draws.flatten(2)
-    return None if energies[0] is None else torch.stack(energies)[..., None]
+    return draws[:0] if not energies or energies[0] is None else torch.stack(energies)[..., None]
 
 
 def _require_finite(point: Point, event: str, advice: str) -> None:
