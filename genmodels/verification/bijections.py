@@ -126,7 +126,7 @@ def _jacobians(s: Subject, inverse: bool, rows: int) -> tuple[Tensor, Tensor | N
     value = s.z if inverse else s.x
     if s.dims <= s.max_dims:
         return value, s.cond, [jacobian(s, value, s.cond, row, inverse) for row in range(rows)], ""
-    part = s.cropped()
+    part = s.cropped
     if s.dims <= _LARGEST:
         whole = jacobian(s, value, s.cond, 0, inverse, s.patience if part is None else s.patience / 30)
         if whole is not None:

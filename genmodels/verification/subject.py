@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,7 +58,6 @@ class Subject:
     fresh: Callable[[], nn.Module] | None = None
     seed: int = 0
     finite: bool = field(default=True, init=False)
-    _small: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, init=False)
 
     def raw(
         self, value: Tensor, inverse: bool = False, *, cond: Tensor | None = None, mask: Tensor | None = None,
@@ -107,13 +107,9 @@ class Subject:
             return False
         return True
 
+    @cached_property
     def cropped(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """x, z and cond of a part of the event with at most max_dims values; None if the layer takes none."""
-        if self._small is None:
-            self._small = self._crop()
-        return self._small
-
-    def _crop(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         channels, *space = self.shape
         for smaller in sides(space, self.max_dims // channels):
             if not self.fits((channels, *smaller)):
