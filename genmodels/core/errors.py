@@ -96,13 +96,8 @@ def positive(name: str, value: float) -> float:
     return float(number)
 
 
-def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:
+def check_temperature(value: float) -> None:
     """Raise InputError for a temperature that is not a number from 0 to a million, beyond which samples overflow.
-
-    Arguments:
-        value: the temperature.
-        name: name of the option.
-        positive: whether 0 is refused too.
 
     Example:
         >>> check_temperature(float("inf"))
@@ -110,9 +105,7 @@ def check_temperature(value: float, name: str = "temperature", *, positive: bool
         ...
         genmodels.core.errors.InputError: temperature must be a finite number from 0 to 1e+06, got inf
     """
-    if positive and value == 0:
-        raise InputError(f"{name} must be a positive number up to {_LARGEST:g}, got {value!r}")
-    check_number(name, value, 0)
+    check_number("temperature", value, 0)
 
 
 @contextmanager
