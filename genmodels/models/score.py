@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from PIL import Image
@@ -30,21 +30,10 @@ from genmodels.models.energy_sampling import check_tempering
 from genmodels.models.mels import frames_of, silent_beyond
 from genmodels.plots.images import picture_of_fields
 
-
-class _LevelSampler(NamedTuple):
-    """A sampler: its function and its default number of levels."""
-
-    function: Callable[..., Tensor]
-    steps: int
-
-
 #: Langevin steps at each level of `annealed_langevin`.
 _EACH = 10
-#: The samplers of score models besides those of diffusion.
-SAMPLERS = {
-    "predictor_corrector": _LevelSampler(predictor_corrector, 200),
-    "annealed_langevin": _LevelSampler(annealed_langevin, 40),
-}
+#: The samplers of score models besides those of diffusion, with their default numbers of levels.
+SAMPLERS = {"predictor_corrector": 200, "annealed_langevin": 40}
 _FEW = 16  # dimensions up to which the corrector is left out, since norms of scores vary too much there
 _LANGEVIN_OPTIONS = ("sampler", "steps", "lengths", "path", "progress")
 _STEPS = 100  # of the default sampler
@@ -67,20 +56,17 @@ def sample_levels(
         >>> [round(value, 4) for value in x.flatten().tolist()], evaluations
         ([3.0, 3.0], 51)
     """
-    walk = SAMPLERS[sampler]
     sigmas = torch.logspace(0, 1, steps, base=smallest / largest, dtype=torch.float64).mul(largest).tolist()
     if sampler == "annealed_langevin":
-        options: dict = {"steps_per_level": _EACH}
+        walk, options = annealed_langevin, {"steps_per_level": _EACH}
         evaluations = steps * _EACH + 1
     else:
         corrections = 0 if torch.Size(shape[1:]).numel() <= _FEW else 1
-        options = {"corrector_steps": corrections, "mask": mask}
+        walk, options = predictor_corrector, {"corrector_steps": corrections, "mask": mask}
         evaluations = (steps - 1) * (1 + corrections) + 1
     tempered = NoiseConditionalScore(lambda *given: inverse_temperature * model.score_at(*given))  # of p^beta
-    z = walk.function(
-        tempered, shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype,
-        device=device, callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options,
-    )  # fmt: skip
+    z = walk(tempered, shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype, device=device,
+             callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options)
     last = torch.full((len(z),), sigmas[-1], dtype=z.dtype, device=z.device)
     z = z + sigmas[-1] ** 2 * model.score_at(z, last, cond)
     callback(steps - 1, z)
@@ -237,7 +223,7 @@ class ScoreModel(DiffusionModel):
                 raise InputError(f"{called} is an option of the other samplers, not of {options.sampler}")
         index = self.numbered(options.n, options.start)
         check_tempering(options.inverse_temperature, options.temperature)
-        options = options.with_default(steps=SAMPLERS[options.sampler].steps)
+        options = options.with_default(steps=SAMPLERS[options.sampler])
         if options.steps < 2:
             raise InputError(f"steps must be at least 2, the number of noise levels, got {options.steps}")
         labels, core = self.labels(options.cond, index), self.weights(options.weights)

@@ -16,6 +16,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
 from genmodels.diffusion import Denoiser
 from genmodels.energy import GaussianMixture, NoiseConditionalScore, kernels, predictor_corrector
+from genmodels.models import score
 from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.score import SAMPLERS, ScoreModel, VarianceExplodingScore, sample_levels
@@ -294,16 +295,16 @@ def test_samples_are_of_the_class_the_weights_and_the_units(sampler, evaluations
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samplers_go_from_the_largest_level_to_the_smallest(sampler, monkeypatch):
     """In many dimensions with a corrector."""
-    (model, _), seen, kind = made("digits"), [], SAMPLERS[sampler]
+    (model, _), seen, walk = made("digits"), [], getattr(score, sampler)
     model.weights("ema").net = Level()  # only the steps count
 
     def watched(scores, shape, sigmas, *inputs, **options):
         seen.extend(sigmas)
-        return kind.function(scores, shape, sigmas, *inputs, **options)
+        return walk(scores, shape, sigmas, *inputs, **options)
 
-    monkeypatch.setitem(SAMPLERS, sampler, kind._replace(function=watched))
+    monkeypatch.setattr(score, sampler, watched)
     found = model.sample(2, sampler=sampler)
-    assert len(seen) == found.made["steps"] == kind.steps
+    assert len(seen) == found.made["steps"] == SAMPLERS[sampler]
     assert [seen[-1], seen[0]] == pytest.approx(model.core.schedule.sigma_bar(torch.tensor([0.0, 1.0])).tolist())
     assert found.made["evaluations"] == {"predictor_corrector": 399, "annealed_langevin": 401}[sampler]
 
