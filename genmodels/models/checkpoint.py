@@ -243,38 +243,28 @@ def _size(path: str | Path, state: Any) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def check_resumable(state: dict) -> None:
-    """Raise a ValueError for a checkpoint without the state of training, or with another position than its header's.
+def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint from which a run can resume.
 
-    Lightning silently starts from step 0 if the record of its loops is missing.
+    Raises:
+        RunError: as `read_checkpoint`, and for a checkpoint without the state of training, from which Lightning would
+            silently start at step 0, or with another position than its header's.
     """
+    state = read_checkpoint(path, map_location=map_location, mmap=mmap)
     header = state["genmodels"]
     kinds = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "epoch": int,
              "global_step": int, "pytorch-lightning_version": str}
     for key, kind in kinds.items():
         if not isinstance(state.get(key), kind) or (kind is not int and not state[key]):
-            raise ValueError(f"{key} is missing: it can be sampled and evaluated, but no run can go on from it")
+            raise RunError(f"{path}: {key} is missing: it can be sampled and evaluated, but no run can go on from it")
     try:
         fit = state["loops"]["fit_loop"]
         stepped, batches = fit["epoch_loop.state_dict"]["_batches_that_stepped"], fit["epoch_loop.batch_progress"]
         places = (stepped, state["global_step"], batches["total"]["completed"], batches["current"]["ready"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"the record of its loops is malformed ({type(error).__name__}: {error})") from None
+        raise RunError(f"{path}: the record of its loops is malformed ({type(error).__name__}: {error})") from None
     if places != (header["step"], header["step"], header["batches_seen"], header["batches_seen"]):
-        raise ValueError(f"its loops stand at step {stepped!r}, its header at step {header['step']}")
-
-
-def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
-    """Read a checkpoint from which a run can resume.
-
-    Raises:
-        RunError: as `read_checkpoint`, and for a checkpoint without the state of training.
-    """
-    state = read_checkpoint(path, map_location=map_location, mmap=mmap)
-    try:
-        check_resumable(state)
-    except ValueError as error:
-        raise RunError(f"{path}: {error}") from None
+        raise RunError(f"{path}: its loops stand at step {stepped!r}, its header at step {header['step']}")
     return state
 
 
