@@ -376,12 +376,8 @@ class Tacotron(TextModel):
     # ---- pictures while training --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def attended(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
-        """The attention weights (B, N, T) of items by teacher forcing."""
-        batch, generator = self.keyed(batch, seed)
-        u, _ = self.units(batch, generator)
-        return self.forced(self.weights(weights), u, batch, generator).weights
-
     def seen_alignment(self, batch: Batch) -> Tensor:
-        """The magnitudes of the attention weights."""
-        return self.attended(batch).abs()
+        """The magnitudes of the attention weights by teacher forcing."""
+        batch, generator = self.keyed(batch, 0)
+        u, _ = self.units(batch, generator)
+        return self.forced(self.weights(), u, batch, generator).weights.abs()
