@@ -28,7 +28,7 @@ from genmodels.models.score import VarianceExplodingScore
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
-from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
+from genmodels.speech.glow_tts import Aligned, GlowTTS
 
 FINEST = 10.0  # largest log-SNR of a level: noise of 1/150 of the standard deviation of the data
 _NOISIEST = -12.0  # smallest log-SNR of a level: noise of 400 times the standard deviation of the data
@@ -56,18 +56,6 @@ def langevin_levels(schedule: NoiseSchedule, steps: int | None = None) -> list[f
                          "sampler=dpmpp_2m takes fewer")
     ends = schedule.log_snr(torch.tensor([1.0, 0.0], dtype=torch.float64)).clamp(_NOISIEST, FINEST)
     return torch.exp(-0.5 * torch.linspace(*ends.tolist(), steps, dtype=torch.float64)).tolist()
-
-
-def sample_by_langevin(
-    denoiser: Denoiser, levels: list[float], mean: Latent, cond: Tensor, generator: KeyedGenerator,
-    temperature: float,
-) -> tuple[Tensor, int]:
-    """Samples of u by annealed Langevin from N(0, temperature^2 I), and the number of network evaluations."""
-    u = annealed_langevin(
-        VarianceExplodingScore(denoiser, mean.mask), mean.z.shape, levels, generator, cond=cond, steps_per_level=_EACH,
-        step=_STEP * levels[-1] ** 2, temperature=temperature, dtype=mean.z.dtype, device=mean.z.device,
-    )
-    return u, len(levels) * _EACH + 1
 
 
 _LANGEVIN = "annealed_langevin"
@@ -320,18 +308,8 @@ class MelDiffusion(AlignedModel):
         noise. Either has the total length of `durations`.
         """
         options = self._with_sampler(options)
-        langevin = options.sampler == _LANGEVIN
         request = self.asked(options)
         noise, core = FrameKeyedGenerator(options.seed, request.rows, "sample"), self.weights(options.weights)
-        if langevin:
-            for name in ("spacing", "eta", "churn", "diffusion"):
-                if getattr(options, name) is not None:
-                    raise InputError(f"{name} is an option of the other samplers, not of annealed_langevin")
-            levels = langevin_levels(core.schedule, options.steps)
-            made = {"sampler": options.sampler, "steps": len(levels)}
-        else:
-            plan = self.sampler.plan(self.core.schedule, options)
-            made = dict(plan.made)
         frames, given = self.frames_of(options.seconds, request, options.durations)
         condition, voice = request.condition, core.voice(request.condition)
         with self.explained(condition, options.seconds):
@@ -340,15 +318,20 @@ class MelDiffusion(AlignedModel):
         cond = core.condition(mean.z, voice)
         longest = int(mean.durations.sum(1).max())
         options, known, edit = self._from_mel(options, mean.z, longest)
-        if langevin:
-            u, evaluations = sample_by_langevin(
-                core.denoiser, levels, mean, cond, noise.child("langevin"), options.temperature)
+        if options.sampler == _LANGEVIN:  # from N(0, temperature^2 I)
+            levels = langevin_levels(core.schedule, options.steps)
+            u = annealed_langevin(
+                VarianceExplodingScore(core.denoiser, mean.mask), mean.z.shape, levels, noise.child("langevin"),
+                cond=cond, steps_per_level=_EACH, step=_STEP * levels[-1] ** 2, temperature=options.temperature,
+                dtype=mean.z.dtype, device=self.device)
+            made = {"sampler": options.sampler, "steps": len(levels), "evaluations": len(levels) * _EACH + 1}
         else:
+            plan = self.sampler.plan(self.core.schedule, options)
             out = self.sampler(plan, core.denoiser, mean.z.shape, options, noise.child("diffusion"), cond=cond,
                                mask=mean.mask, known=known, edit=edit, dtype=mean.z.dtype, device=self.device)
-            u, evaluations = out.x, out.evaluations
-        made |= {"evaluations": evaluations, "seed": options.seed, "weights": str(options.weights),
-                 "temperature": options.temperature, "speed": options.speed}
+            u, made = out.x, plan.made | {"evaluations": out.evaluations}
+        made |= {"seed": options.seed, "weights": str(options.weights), "temperature": options.temperature,
+                 "speed": options.speed}
         made |= {} if options.seconds is None else {"seconds": options.seconds}
         valid = path_of(mean.durations, longest).any(1, keepdim=True)
         samples = self.as_samples(hide((mean.z + u)[:, :, :longest], valid), valid, mean.durations, request, made)
@@ -369,6 +352,9 @@ class MelDiffusion(AlignedModel):
         one_of("sampler", options.sampler, self.samplers)
         if options.sampler == _LANGEVIN and (options.known is not None or options.edit is not None):
             raise InputError("known and edit go with the samplers of diffusion, not with annealed_langevin")
+        for name in ("spacing", "eta", "churn", "diffusion") if options.sampler == _LANGEVIN else ():
+            if getattr(options, name) is not None:
+                raise InputError(f"{name} is an option of the other samplers, not of annealed_langevin")
         return options
 
     def _from_mel(
