@@ -185,8 +185,6 @@ class Checkpointing(Callback):
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """After a validation: best.ckpt if the metric improved, last.ckpt if due."""
-        if trainer.sanity_checking:
-            return
         figure = metric_of(pl_module)
         if self.options.keep_best and figure is not None and (self.best is None or figure < self.best):
             self.best = figure
@@ -397,7 +395,7 @@ class StepBar(ProgressBar):
 
     def on_validation_start(self, trainer, pl_module) -> None:
         """Show that a validation runs."""
-        if self._bar is not None and not trainer.sanity_checking:
+        if self._bar is not None:
             self._bar.set_description("validating", refresh=False)
 
     def on_validation_end(self, trainer, pl_module) -> None:

@@ -126,11 +126,11 @@ def picture_of_profile(result: Likelihood) -> Image.Image:
     edges, nats = result.profile.edges.double().cpu(), result.profile.nats.double().cpu() / result.profile.items
     unit = 1.0 if result.levels is None else float(result.dims.double().mean()) * math.log(2)
     name = "nats" if result.levels is None else "bits/dim"
-    order = edges.argsort()
     heights = nats / unit / edges.diff().abs()
     figure, ((axes,),) = panels(5.0, 5.0)
-    falling = bool(edges[0] > edges[-1])
-    axes.stairs((heights.flip(0) if falling else heights).numpy(), edges[order].numpy(), fill=True, alpha=0.4)
+    if edges[0] > edges[-1]:
+        edges, heights = edges.flip(0), heights.flip(0)
+    axes.stairs(heights.numpy(), edges.numpy(), fill=True, alpha=0.4)
     axes.set(xlabel="log SNR (left: noise, right: data)", ylabel=f"{name} per unit of log SNR")
     axes.set_title(f"diffusion terms: {float(nats.sum()) / unit:.3f} {name} in total")
     return rendered(figure)
@@ -203,7 +203,7 @@ class LossProfile(Callback):
 
     def on_validation_epoch_end(self, trainer, pl_module) -> None:
         """Log the sums over all processes, and reset them."""
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         sums = pl_module.all_gather(self.sums.to(pl_module.device))
         sums = sums.reshape(-1, 3, self.bins).sum(0)
@@ -314,7 +314,7 @@ class Throughput(Callback):
     def on_validation_start(self, trainer, pl_module) -> None:
         """Log the speed so far; do not time the step after a validation."""
         self._disturbed = True
-        if trainer.is_global_zero and not trainer.sanity_checking and (line := self.line(trainer)):
+        if trainer.is_global_zero and (line := self.line(trainer)):
             logging.getLogger("genmodels").info("%s", line)
 
     def line(self, trainer) -> str | None:
