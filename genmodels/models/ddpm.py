@@ -25,7 +25,9 @@ from genmodels.diffusion import (
     make_objective,
     make_schedule,
 )
+from genmodels.diffusion.objectives import ObjectiveName
 from genmodels.diffusion.schedule_discrete import ScheduleName
+from genmodels.diffusion.weighting import WeightingName
 from genmodels.energy import DiffusionImportanceSampling, LogPartition, NoiseLevels, Potential
 from genmodels.models.diffusion import DiffusionModel
 from genmodels.nn import MLPDenoiser, UNet
@@ -81,8 +83,8 @@ class DDPM(DiffusionModel):
         log_snr_ends: list[float] | None = None,
         zero_terminal_snr: bool = False,
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
-        objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
-        weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
+        objective: ObjectiveName = "simple",
+        weighting: WeightingName = "none",
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         decoder: Literal["gaussian", "level_softmax"] = "gaussian",
@@ -159,7 +161,7 @@ class EnergyDDPM(DiffusionModel):
         schedule: Literal["cosine", "linear", "linear_continuous", "cosine_discrete", "sigmoid",
                           "linear_log_snr"] = "cosine",
         log_snr_ends: list[float] | None = None,
-        weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
+        weighting: WeightingName = "none",
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde"] | None = None,
         net: UNet | MLPDenoiser | dict | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from genmodels.diffusion.flow_matching import (
     make_path,
     velocity_of,
 )
+from genmodels.diffusion.weighting import TimeSamplerName
 from genmodels.models.base import Loss
 from genmodels.models.build import build
 from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
@@ -85,9 +86,7 @@ class FlowMatchingModel(DiffusionModel):
         path: PathName = "linear",
         sigma_min: float = 0.0,
         coupling: CouplingName = "independent",
-        time_sampler: Literal[
-            "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap", "log_uniform"
-        ] = "antithetic",
+        time_sampler: TimeSamplerName = "antithetic",
         reflow: str | None = None,
         reflow_pairs: int = 4096,
         **shared,

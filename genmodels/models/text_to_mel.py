@@ -25,7 +25,9 @@ from genmodels.diffusion import (
     make_schedule,
 )
 from genmodels.diffusion.flow_matching import FlowMatching, PathName, make_path, velocity_of
+from genmodels.diffusion.objectives import ObjectiveName
 from genmodels.diffusion.schedule_discrete import ScheduleName
+from genmodels.diffusion.weighting import TimeSamplerName, WeightingName
 from genmodels.energy import Potential
 from genmodels.models.base import Loss
 from genmodels.models.build import construct
@@ -84,8 +86,8 @@ class MelDDPM(MelDiffusion):
         schedule: ScheduleName = "grad_tts",
         zero_terminal_snr: bool = False,
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
-        objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
-        weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
+        objective: ObjectiveName = "simple",
+        weighting: WeightingName = "none",
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         self_conditioning: bool = False,
@@ -139,9 +141,7 @@ class MelFlowMatching(MelDiffusion):
         *,
         path: PathName = "linear",
         sigma_min: float = 0.0,
-        time_sampler: Literal[
-            "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap", "log_uniform"
-        ] = "antithetic",
+        time_sampler: TimeSamplerName = "antithetic",
         **shared,
     ):
         super().__init__(spec, **shared)
