@@ -328,13 +328,10 @@ class DiffusionModel(GenerativeModel):
         there = True if mask is None else mask[0].to(self.device)
         kept = {} if known is None else {
             "kept": int((options.keep.to(self.device) & there).expand(self.spec.event_shape).sum())}  # fmt: skip
-        kept |= {key: value for key in ("along", "size", "lengths") if (value := getattr(options, key)) is not None}
-        made = plan.made | kept | {"evaluations": out.evaluations, "seed": options.seed}
-        made |= {"weights": str(options.weights), "temperature": options.temperature}
-        made |= {"clip": self.sampler.threshold(options) or "none"}
-        made |= {"guidance": options.guidance} if options.guidance != 1 else {}
-        made |= {"guidance_rescale": options.guidance_rescale} if options.guidance_rescale else {}
-        made |= {"guidance_interval": list(options.guidance_interval)} if options.guidance_interval is not None else {}
+        recorded = ("along", "size", "lengths", "guidance", "guidance_rescale", "guidance_interval")
+        made = plan.made | kept | {key: value for key, value in options.given().items() if key in recorded}
+        made |= {"evaluations": out.evaluations, "seed": options.seed, "weights": str(options.weights),
+                 "temperature": options.temperature, "clip": self.sampler.threshold(options) or "none"}
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_events(self, options: SamplingOptions) -> None:
