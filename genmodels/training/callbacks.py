@@ -229,9 +229,6 @@ class SampleGrid(Callback):
             self.draw(trainer, pl_module, step)
             set_whole(pl_module.weights(), False)
 
-    def _count(self, spec) -> int:
-        return self.n if spec.is_image else 8 if len(spec.event_shape) == 2 else 2000
-
     def draw(self, trainer, pl_module, step: int) -> None:
         """Draw samples, save and log them; nothing for data that cannot be shown."""
         spec = pl_module.spec
@@ -245,7 +242,7 @@ class SampleGrid(Callback):
             pl_module.train(mode)
             return
         try:
-            samples = pl_module.sample(self._count(pl_module.spec), seed=0)
+            samples = pl_module.sample(self.n if spec.is_image else 8 if len(spec.event_shape) == 2 else 2000, seed=0)
             require_finite_rows(samples.x)
             further = pl_module.pictures()
         except NotFinite as error:
@@ -257,7 +254,7 @@ class SampleGrid(Callback):
         finally:
             pl_module.train(mode)
         cond = samples.cond.cpu() if isinstance(samples.cond, torch.Tensor) else None
-        picture = picture_of(samples.x.cpu(), pl_module.spec, cond, samples.index.cpu())
+        picture = picture_of(samples.x.cpu(), spec, cond, samples.index.cpu())
         pictures = {} if picture is None else {"samples": picture}
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)
@@ -409,13 +406,10 @@ class StepBar(ProgressBar):
 
     def on_train_end(self, trainer, pl_module) -> None:
         """Close the bar."""
-        self._close()
-
-    def on_exception(self, trainer, pl_module, exception) -> None:
-        """Close the bar before the message."""
-        self._close()
-
-    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        """Close the bar before the message."""
+        self.on_train_end(trainer, pl_module)
