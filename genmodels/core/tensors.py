@@ -5,7 +5,6 @@ A mask is `(B, 1, T)` bool, True = valid, with T the last axis of the event; Non
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,23 +19,6 @@ from genmodels.core.errors import InputError
 def spread(mask: Tensor, x: Tensor) -> Tensor:
     """The mask with as many axes as x (B, *event), broadcastable to it."""
     return mask.reshape(len(mask), *(1,) * (x.dim() - 2), -1)
-
-
-def detached(record):
-    """A dataclass of tensors, and of dictionaries of them, without their graphs.
-
-    Example:
-        >>> from genmodels.core.samples import Samples
-        >>> detached(Samples(torch.ones(2, requires_grad=True) * 2, None, torch.arange(2), {})).x
-        tensor([2., 2.])
-    """
-    def free(value):
-        if isinstance(value, dict):
-            return {key: free(each) for key, each in value.items()}
-        return value.detach() if isinstance(value, Tensor) else value
-
-    return dataclasses.replace(record, **{field.name: free(getattr(record, field.name))
-                                          for field in dataclasses.fields(record)})
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from genmodels import __version__
 from genmodels.core.checkpoint import name_former
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, an, require_known
@@ -18,7 +19,7 @@ from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, reseed, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
-from genmodels.core.tensors import detached, event_size
+from genmodels.core.tensors import event_size
 from genmodels.data.base import DataModule, OfLightning
 from genmodels.models.build import construct, options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
@@ -341,10 +342,12 @@ class GenerativeModel(OfLightning, nn.Module):
         except torch.linalg.LinAlgError as error:
             raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
-        self.latest = [*self.latest, (batch, detached(loss))][-self.trainer.accumulate_grad_batches :]
-        named = {"train/loss": loss.value} | {f"train/{k}": v.mean() for k, v in loss.parts.items()}
+        parts = {name: part.detach() for name, part in loss.parts.items()}
+        kept = Loss(loss.value.detach(), loss.per_example.detach(), parts, loss.times)  # without their graphs
+        self.latest = [*self.latest, (batch, kept)][-self.trainer.accumulate_grad_batches :]
+        named = {"train/loss": kept.value} | {f"train/{k}": v.mean() for k, v in parts.items()}
         # One collective for all values; `sync_dist` takes two for each.
-        values = averaged(torch.stack([value.detach().to(loss.value.dtype) for value in named.values()]))
+        values = averaged(torch.stack([value.to(loss.value.dtype) for value in named.values()]))
         self.log_dict(dict(zip(named, values, strict=True)), batch_size=len(batch))
         return loss.value
 
@@ -381,9 +384,8 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def on_validation_epoch_end(self) -> None:
         """Gather the batches of all processes, and log their likelihood."""
-        result = Likelihood.concatenate(gather(self._pending))
-        self._pending = []
-        self.log_validation(result)
+        pending, self._pending = gather(self._pending), []
+        self.log_validation(Likelihood.concatenate(pending))
 
     def log_validation(self, result: Likelihood) -> None:
         """Log bits/dim, or for continuous data nats (of sequences per dimension), then the parts of a bound."""
@@ -405,8 +407,6 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def header(self) -> dict:
         """The header of a checkpoint: plain types, readable without torch."""
-        from genmodels import __version__
-
         described = {
             "format": 1,
             "family": self.family,
