@@ -193,31 +193,28 @@ class TextRequest(NamedTuple):
         return None if listed is None else given_durations(self.condition, listed, self.which)
 
 
-def text_request(
-    spec: DataSpec, n: int, *, start: int = 0, text: str | Sequence[str] | None = None,
-    speaker: int | str | None = None, on_unknown: Literal["error", "drop"] = "error",
-) -> TextRequest:  # fmt: skip
+def text_request(spec: DataSpec, options: SamplingOptions) -> TextRequest:
     """The texts of samples `start` .. `start + n - 1`, taken in turn; by default the examples of the data.
 
     Raises:
-        ValueError: for n below 1.
         InputError: for texts without a known symbol, and where there are none.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
         >>> text = {"symbols": CHARACTERS, "blanks": False, "language": "en", "examples": ["a cab"]}
-        >>> found = text_request(DataSpec("speech", (80, 9), mel={}, text=text), 3, start=1, text=["so", "ha"])
+        >>> spec = DataSpec("speech", (80, 9), mel={}, text=text)
+        >>> found = text_request(spec, SamplingOptions(n=3, start=1, text=["so", "ha"]))
         >>> found.index, found.which, bool(found.rows[0] == found.rows[2])
         (tensor([1, 2, 3]), [1, 0, 1], False)
     """
-    at_least(1, n=n)
+    text, start = options.text, options.start
     texts = [text] if isinstance(text, str) else list(text or spec.text["examples"])
     if not texts:
         raise InputError("this checkpoint has no example texts: give text=")
-    numbers = range(start, start + n)
+    numbers = range(start, start + options.n)
     which = [k % len(texts) for k in numbers]
-    reader, chosen = TextReader(spec, on_unknown), [texts[k] for k in which]
-    condition = reader(chosen, speaker)
+    reader, chosen = TextReader(spec, options.on_unknown), [texts[k] for k in which]
+    condition = reader(chosen, options.cond)
     rows = noise_rows(condition, [k // len(texts) for k in numbers])
     return TextRequest(condition, torch.tensor(numbers), rows, which, reader.stretch(chosen))
 
@@ -307,8 +304,7 @@ class TextModel(GenerativeModel):
 
     def asked(self, options: SamplingOptions) -> TextRequest:
         """The texts of samples `start` .. `start + n - 1`, on this model's device."""
-        return text_request(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
-                            on_unknown=options.on_unknown).to(self.device)
+        return text_request(self.spec, options).to(self.device)
 
     def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, request: TextRequest, made: dict) -> Samples:
         """Whitened mels as samples: in log units, silent where the mask is False."""
