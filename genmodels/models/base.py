@@ -343,7 +343,7 @@ class GenerativeModel(OfLightning, nn.Module):
             raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
         parts = {name: part.detach() for name, part in loss.parts.items()}
-        kept = Loss(loss.value.detach(), loss.per_example.detach(), parts, loss.times)  # without their graphs
+        kept = Loss(loss.value.detach(), loss.per_example.detach(), parts, loss.times)
         self.latest = [*self.latest, (batch, kept)][-self.trainer.accumulate_grad_batches :]
         named = {"train/loss": kept.value} | {f"train/{k}": v.mean() for k, v in parts.items()}
         # One collective for all values; `sync_dist` takes two for each.

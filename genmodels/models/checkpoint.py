@@ -247,8 +247,8 @@ def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) 
     """Read a checkpoint from which a run can resume.
 
     Raises:
-        RunError: as `read_checkpoint`, and for a checkpoint without the state of training, from which Lightning would
-            silently start at step 0, or with another position than its header's.
+        RunError: as `read_checkpoint`, and for a checkpoint without the state of training, from
+            which Lightning would silently start at step 0, or at another position than its header.
     """
     state = read_checkpoint(path, map_location=map_location, mmap=mmap)
     header = state["genmodels"]
@@ -256,15 +256,18 @@ def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) 
              "global_step": int, "pytorch-lightning_version": str}
     for key, kind in kinds.items():
         if not isinstance(state.get(key), kind) or (kind is not int and not state[key]):
-            raise RunError(f"{path}: {key} is missing: it can be sampled and evaluated, but no run can go on from it")
+            raise RunError(f"{path}: {key} is missing: it can be sampled and evaluated, but no run "
+                           "can go on from it")
     try:
         fit = state["loops"]["fit_loop"]
         stepped, batches = fit["epoch_loop.state_dict"]["_batches_that_stepped"], fit["epoch_loop.batch_progress"]
         places = (stepped, state["global_step"], batches["total"]["completed"], batches["current"]["ready"])
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: the record of its loops is malformed ({type(error).__name__}: {error})") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise RunError(f"{path}: the record of its loops is malformed ({reason})") from None
     if places != (header["step"], header["step"], header["batches_seen"], header["batches_seen"]):
-        raise RunError(f"{path}: its loops stand at step {stepped!r}, its header at step {header['step']}")
+        raise RunError(f"{path}: its loops stand at step {stepped!r}, "
+                       f"its header at step {header['step']}")
     return state
 
 

@@ -329,9 +329,10 @@ class DiffusionModel(GenerativeModel):
         kept = {} if known is None else {
             "kept": int((options.keep.to(self.device) & there).expand(self.spec.event_shape).sum())}  # fmt: skip
         recorded = ("along", "size", "lengths", "guidance", "guidance_rescale", "guidance_interval")
-        made = plan.made | kept | {key: value for key, value in options.given().items() if key in recorded}
-        made |= {"evaluations": out.evaluations, "seed": options.seed, "weights": str(options.weights),
-                 "temperature": options.temperature, "clip": self.sampler.threshold(options) or "none"}
+        kept |= {key: value for key, value in options.given().items() if key in recorded}
+        made = plan.made | kept | {"evaluations": out.evaluations, "seed": options.seed}
+        made |= {"weights": str(options.weights), "temperature": options.temperature}
+        made |= {"clip": self.sampler.threshold(options) or "none"}
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_events(self, options: SamplingOptions) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, RunError, at_least, check_number, check_temperature, one_of
+from genmodels.core.errors import InputError, RunError, at_least, check_number, one_of
 from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     HMC,
@@ -143,7 +143,7 @@ def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> Non
         ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this sampler draws from p^beta by \
 inverse_temperature=beta (the noise of a Gaussian times 0.5 is inverse_temperature=4)
     """
-    check_temperature(temperature)
+    check_number("temperature", temperature, 0)
     check_number("inverse_temperature", inverse_temperature, 0)
     if inverse_temperature == 0:
         raise InputError("inverse_temperature must be positive, got 0")

@@ -320,18 +320,20 @@ class MelDiffusion(AlignedModel):
         options, known, edit = self._from_mel(options, mean.z, longest)
         if options.sampler == _LANGEVIN:  # from N(0, temperature^2 I)
             levels = langevin_levels(core.schedule, options.steps)
+            score = VarianceExplodingScore(core.denoiser, mean.mask)
             u = annealed_langevin(
-                VarianceExplodingScore(core.denoiser, mean.mask), mean.z.shape, levels, noise.child("langevin"),
-                cond=cond, steps_per_level=_EACH, step=_STEP * levels[-1] ** 2, temperature=options.temperature,
-                dtype=mean.z.dtype, device=self.device)
-            made = {"sampler": options.sampler, "steps": len(levels), "evaluations": len(levels) * _EACH + 1}
+                score, mean.z.shape, levels, noise.child("langevin"), cond=cond,
+                steps_per_level=_EACH, step=_STEP * levels[-1] ** 2,
+                temperature=options.temperature, dtype=mean.z.dtype, device=self.device)
+            made = {"sampler": options.sampler, "steps": len(levels),
+                    "evaluations": len(levels) * _EACH + 1}
         else:
             plan = self.sampler.plan(self.core.schedule, options)
             out = self.sampler(plan, core.denoiser, mean.z.shape, options, noise.child("diffusion"), cond=cond,
                                mask=mean.mask, known=known, edit=edit, dtype=mean.z.dtype, device=self.device)
             u, made = out.x, plan.made | {"evaluations": out.evaluations}
-        made |= {"seed": options.seed, "weights": str(options.weights), "temperature": options.temperature,
-                 "speed": options.speed}
+        made |= {"seed": options.seed, "weights": str(options.weights),
+                 "temperature": options.temperature, "speed": options.speed}
         made |= {} if options.seconds is None else {"seconds": options.seconds}
         valid = path_of(mean.durations, longest).any(1, keepdim=True)
         samples = self.as_samples(hide((mean.z + u)[:, :, :longest], valid), valid, mean.durations, request, made)
@@ -352,9 +354,10 @@ class MelDiffusion(AlignedModel):
         one_of("sampler", options.sampler, self.samplers)
         if options.sampler == _LANGEVIN and (options.known is not None or options.edit is not None):
             raise InputError("known and edit go with the samplers of diffusion, not with annealed_langevin")
-        for name in ("spacing", "eta", "churn", "diffusion") if options.sampler == _LANGEVIN else ():
-            if getattr(options, name) is not None:
-                raise InputError(f"{name} is an option of the other samplers, not of annealed_langevin")
+        for name in ("spacing", "eta", "churn", "diffusion"):
+            if options.sampler == _LANGEVIN and getattr(options, name) is not None:
+                raise InputError(f"{name} is an option of the other samplers, "
+                                 "not of annealed_langevin")
         return options
 
     def _from_mel(

@@ -65,8 +65,9 @@ def sample_levels(
         walk, options = predictor_corrector, {"corrector_steps": corrections, "mask": mask}
         evaluations = (steps - 1) * (1 + corrections) + 1
     tempered = NoiseConditionalScore(lambda *given: inverse_temperature * model.score_at(*given))  # of p^beta
-    z = walk(tempered, shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype, device=device,
-             callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options)
+    z = walk(tempered, shape, sigmas, generator, denoise=False, cond=cond,
+             dtype=dtype, device=device, **options,
+             callback=lambda done, x: callback(done, x) if done < steps - 1 else None)
     last = torch.full((len(z),), sigmas[-1], dtype=z.dtype, device=z.device)
     z = z + sigmas[-1] ** 2 * model.score_at(z, last, cond)
     callback(steps - 1, z)

@@ -242,7 +242,8 @@ class SampleGrid(Callback):
             pl_module.train(mode)
             return
         try:
-            samples = pl_module.sample(self.n if spec.is_image else 8 if len(spec.event_shape) == 2 else 2000, seed=0)
+            count = self.n if spec.is_image else 8 if len(spec.event_shape) == 2 else 2000
+            samples = pl_module.sample(count, seed=0)
             require_finite_rows(samples.x)
             further = pl_module.pictures()
         except NotFinite as error:

@@ -316,7 +316,8 @@ def timed(monkeypatch, events: str, **trainer) -> Throughput:
     monkeypatch.setattr(dashboards, "_COUNTED_AT", 0)
     loader = SimpleNamespace(waited=0.0)
     around = SimpleNamespace(train_dataloader=loader, accumulate_grad_batches=1, world_size=2, global_step=0,
-                             is_global_zero=True, strategy=SimpleNamespace(root_device=torch.device("cpu")), **trainer)
+                             is_global_zero=True,
+                             strategy=SimpleNamespace(root_device=torch.device("cpu")), **trainer)
     speed = Throughput(pictures_every=max(0, events.find("p")))
     for event in events:
         clock.now += 1.0 if event == "s" else 10.0
