@@ -170,6 +170,8 @@ _GUARD_EVERY = 10
 class ScoreMatched(GenerativeModel):
     """A model whose core has an energy and is trained by score matching, in units z of its encoding.
 
+    A subclass defines `energies`, which the divergence guard watches.
+
     Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, whatever the training loss is,
     so that runs can be compared; in one and two dimensions, where log Z is cheap, the likelihood is logged too. So are
     early signs of divergence: the spread of the energies, the mean norm of the scores, the trace of their Jacobian, and
@@ -198,10 +200,6 @@ class ScoreMatched(GenerativeModel):
         if self.noise:
             z = z + self.noise * generator.child("noise").normal(z.shape, dtype=z.dtype, device=z.device)
         return z
-
-    def energies(self, z: Tensor) -> Tensor | None:
-        """(B,) energies for the divergence guard, None if they are not available in training."""
-        return self.core.energy(z)
 
     def compiled_parts(self) -> list[nn.Module]:
         """Nothing: compiled code has no second derivatives."""
