@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import TextCondition
-from genmodels.core.errors import InputError, at_least, check_number, check_temperature, none_or_at_least
+from genmodels.core.errors import InputError, at_least, check_number, none_or_at_least
 
 #: Numeric options with their least values; the largest is a million.
-_LEAST = (("guidance", -1e6), ("churn", 0), ("step_size", 0), ("inverse_temperature", 0), ("speed", 0))
+_LEAST = {"temperature": 0, "guidance": -1e6, "churn": 0, "step_size": 0,
+          "inverse_temperature": 0, "speed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +132,7 @@ class SamplingOptions:
         if self.start + self.n > 2**63 - 1:
             raise InputError(
                 f"samples are numbered by 64 bits: start + n must be below 2**63, got {self.start} + {self.n}")
-        if self.temperature is not None:
-            check_temperature(self.temperature)
-        for key, least in _LEAST:
+        for key, least in _LEAST.items():
             if getattr(self, key) is not None:
                 check_number(key, getattr(self, key), least)
         interval = self.guidance_interval
