@@ -46,28 +46,6 @@ def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
     return torch.tensor([seed_of(tokens[valid].tolist(), take) % _WORD for tokens, valid, take in each])
 
 
-def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]], which: Sequence[int]) -> Tensor:
-    """Frames (B, N) of every token, as the user lists them for each text; item k has text number `which[k]`.
-
-    Raises:
-        InputError: for no lists, lists of another length than the text, or anything but whole numbers from 1 on.
-    """
-    if not durations or not all(isinstance(own, list | tuple) for own in durations):
-        raise InputError(f"durations are a list of numbers of frames for each text, got {durations}")
-    found = torch.zeros_like(condition.tokens)
-    for row, valid, k in zip(found, condition.mask[:, 0], which, strict=True):
-        own, tokens = durations[k % len(durations)], int(valid.sum())
-        if len(own) != tokens:
-            raise InputError(f"durations: text {k} has {tokens} tokens and needs as many numbers of frames, got "
-                             f"{len(own)}")
-        wrong = next((i for i, d in enumerate(own) if not (type(d) is int and 1 <= d <= _MOST_FRAMES)), None)
-        if wrong is not None:
-            raise InputError(f"durations: token {wrong} of text {k} lasts {own[wrong]!r} frames; it needs a whole "
-                             f"number from 1 to {_MOST_FRAMES}")
-        row[:tokens] = torch.tensor(own)
-    return found
-
-
 class TextReader:
     """Maps texts to tokens as in training.
 
@@ -188,9 +166,28 @@ class TextRequest(NamedTuple):
         """The speed of every token: one number, or (n, N) where the texts have marks."""
         return speed if self.stretch is None else speed / self.stretch
 
-    def durations(self, listed: Sequence[Sequence[int]] | None) -> Tensor | None:
-        """Frames (n, N) of every token as the user lists them for each text; None for None."""
-        return None if listed is None else given_durations(self.condition, listed, self.which)
+    def durations(self, listed: Sequence[Sequence[int]]) -> Tensor:
+        """Frames (n, N) of every token, as the user lists them for each text.
+
+        Raises:
+            InputError: for no lists, lists of another length than the text, or anything but whole
+                numbers from 1 on.
+        """
+        if not listed or not all(isinstance(own, list | tuple) for own in listed):
+            raise InputError("durations are a list of numbers of frames for each text, "
+                             f"got {listed}")
+        found = torch.zeros_like(self.condition.tokens)
+        for row, valid, k in zip(found, self.condition.mask[:, 0], self.which, strict=True):
+            own, tokens = listed[k % len(listed)], int(valid.sum())
+            if len(own) != tokens:
+                raise InputError(f"durations: text {k} has {tokens} tokens and needs as many "
+                                 f"numbers of frames, got {len(own)}")
+            for i, frames in enumerate(own):
+                if not (type(frames) is int and 1 <= frames <= _MOST_FRAMES):
+                    raise InputError(f"durations: token {i} of text {k} lasts {frames!r} frames; "
+                                     f"it needs a whole number from 1 to {_MOST_FRAMES}")
+            row[:tokens] = torch.tensor(own)
+        return found
 
 
 def text_request(spec: DataSpec, options: SamplingOptions) -> TextRequest:
@@ -416,7 +413,7 @@ class AlignedModel(TextModel):
         Raises:
             InputError: for a time that is not positive, or that is not the sum of the durations.
         """
-        given = request.durations(durations)
+        given = None if durations is None else request.durations(durations)
         if seconds is None:
             return None, given
         if not 0 < seconds <= _LONGEST:
