@@ -16,13 +16,11 @@ from genmodels.core.tensors import outside_inference
 from genmodels.diffusion import (
     PARAMETERISATIONS,
     Denoiser,
-    Elbo,
     LevelSoftmax,
     V,
     alpha_sigma,
     default_ends,
     default_variance,
-    make_objective,
     make_schedule,
 )
 from genmodels.diffusion.objectives import ObjectiveName
@@ -108,12 +106,8 @@ class DDPM(DiffusionModel):
             make_schedule(schedule, self.num_steps, ends=log_snr_ends, zero_terminal_snr=zero_terminal_snr),
             PARAMETERISATIONS[parameterisation](), learned_variance=learned, self_conditioning=self_conditioning,
         )
-        elbo = Elbo(self.decoder, self.num_steps, variance)
-        trained = make_objective(
-            objective, core, self.decoder, elbo.steps(core.schedule), variance=variance, weighting=weighting,
-            time_sampler=time_sampler,
-        )
-        self.assemble(core, elbo, trained)
+        self.assemble_denoiser(
+            core, objective, variance, weighting=weighting, time_sampler=time_sampler)
 
 
 class EnergyDDPM(DiffusionModel):
@@ -180,10 +174,8 @@ class EnergyDDPM(DiffusionModel):
             log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr, levels=spec.levels)
         self.decide(variance=variance, log_snr_ends=log_snr_ends)
         core = Denoiser(Potential(network), make_schedule(schedule, self.num_steps, ends=log_snr_ends), V())
-        elbo = Elbo(self.decoder, self.num_steps, variance)
-        trained = make_objective("simple", core, self.decoder, elbo.steps(core.schedule), variance=variance,
-                                 weighting=weighting, time_sampler=time_sampler)
-        self.assemble(core, elbo, trained)
+        self.assemble_denoiser(
+            core, "simple", variance, weighting=weighting, time_sampler=time_sampler)
 
     def compiled_parts(self) -> list[nn.Module]:
         """Nothing: compiled code has no second derivatives."""

@@ -26,6 +26,7 @@ from genmodels.diffusion import (
     Objective,
     OdeLikelihood,
     OnPath,
+    make_objective,
 )
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
 from genmodels.diffusion.flow_matching import PATHS, make_path
@@ -131,6 +132,12 @@ class DiffusionModel(GenerativeModel):
             self.num_steps, self.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
             name=self.default_sampler)
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
+
+    def assemble_denoiser(self, core: Denoiser, objective: str, variance: str, **options) -> None:
+        """As `assemble`, with the ELBO of these variances and the objective of `make_objective`."""
+        elbo = Elbo(self.decoder, self.num_steps, variance)
+        self.assemble(core, elbo, make_objective(
+            objective, core, self.decoder, elbo.steps(core.schedule), variance=variance, **options))
 
     def _global_batch(self, rows: Tensor) -> tuple[Tensor, slice]:
         """The rows of all processes in the order of the global batch, and the slice of this process in them."""

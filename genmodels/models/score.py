@@ -15,15 +15,7 @@ from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.data.base import spread_rows
-from genmodels.diffusion import (
-    Denoiser,
-    Elbo,
-    Eps,
-    LinearLogSnrSchedule,
-    alpha_sigma,
-    default_variance,
-    make_objective,
-)
+from genmodels.diffusion import Denoiser, Eps, LinearLogSnrSchedule, alpha_sigma, default_variance
 from genmodels.energy import NoiseConditionalScore, annealed_langevin, largest_distance, predictor_corrector
 from genmodels.models.diffusion import DiffusionModel
 from genmodels.models.energy_sampling import check_tempering
@@ -184,10 +176,7 @@ class ScoreModel(DiffusionModel):
         variance = default_variance("simple", spec.levels)
         self.decide(smallest=smallest)
         core = Denoiser(self.network(), NoiseLevelSchedule(smallest=smallest, largest=2 * smallest), Eps())
-        elbo = Elbo(self.decoder, self.num_steps, variance)
-        trained = make_objective("simple", core, self.decoder, elbo.steps(core.schedule), variance=variance,
-                                 time_sampler=time_sampler)
-        self.assemble(core, elbo, trained)
+        self.assemble_denoiser(core, "simple", variance, time_sampler=time_sampler)
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
