@@ -288,12 +288,9 @@ class Likelihood:
 
 def packed(likelihood: Likelihood) -> dict:
     """Tensors and plain types, for the cache."""
-    profile = likelihood.profile
-    return {
-        **{name: getattr(likelihood, name) for name in ("nats", "kind", "dims", "levels", "stderr", "made", "index",
-                                                        "parts", "solver_change")},
-        "profile": None if profile is None else (profile.edges, profile.nats, profile.items),
-    }
+    stored, profile = dict(vars(likelihood)), likelihood.profile
+    del stored["evaluations"]
+    return stored | {"profile": profile and (profile.edges, profile.nats, profile.items)}
 
 
 def unpacked(stored: dict) -> Likelihood:
