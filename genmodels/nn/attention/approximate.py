@@ -120,7 +120,6 @@ class Nystrom(AtOnce):
         landmarks: number m of segments; shorter sequences use fewer.
         iterations: steps of the iteration for the pseudo-inverse, None for the exact one.
         causal: not supported, since a landmark averages over the future.
-        bias: whether the four projections have biases.
 
     Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, x itself by default; `mask (B, 1, Lq)` and `memory_mask (B, 1, Lk)`
     bool, True = valid. y is `(B, Lq, D)`.
@@ -135,24 +134,16 @@ class Nystrom(AtOnce):
 
     cross = True
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        landmarks: int = 32,
-        iterations: int | None = 6,
-        bias: bool = True,
-    ):
+    def __init__(self, dim: int, heads: int, *, landmarks: int = 32, iterations: int | None = 6):
         super().__init__(dim, heads)
         at_least(1, landmarks=landmarks)
         if iterations is not None and iterations < 1:
             raise ValueError(f"iterations must be at least 1, or None for the exact inverse, got {iterations}")
         self.landmarks, self.iterations = landmarks, iterations
-        self.project_q = nn.Linear(dim, dim, bias=bias)
-        self.project_k = nn.Linear(dim, dim, bias=bias)
-        self.project_v = nn.Linear(dim, dim, bias=bias)
-        self.project_out = nn.Linear(dim, dim, bias=bias)
+        self.project_q = nn.Linear(dim, dim)
+        self.project_k = nn.Linear(dim, dim)
+        self.project_v = nn.Linear(dim, dim)
+        self.project_out = nn.Linear(dim, dim)
 
     def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
         m = self.landmarks
@@ -267,7 +258,6 @@ class LSH(AtOnce):
             construction, which are in the state dict.
         generator: source of the hashes; None is torch's own.
         dim, heads, dropout: see `Mechanism`.
-        bias: whether the projections have biases.
 
     Shapes: `x (B, L, D)`, `mask (B, 1, L)` bool, True = valid; y is `(B, L, D)`, zero at invalid positions.
     Errors: ValueError for buckets that the hash does not have, chunk or rounds < 1, a memory, a cache, a mask of pairs.
@@ -291,7 +281,6 @@ class LSH(AtOnce):
         redraw: bool = True,
         generator: torch.Generator | None = None,
         dropout: float = 0.0,
-        bias: bool = True,
     ):
         super().__init__(dim, heads, dropout)
         if hash not in HASHES:
@@ -304,9 +293,9 @@ class LSH(AtOnce):
         self.buckets, self.chunk, self.rounds, self.hash = buckets, chunk, rounds, hash
         self.redraw, self.generator = redraw, generator
         self.register_buffer("directions", self._draw("cpu"))
-        self.project_qk = nn.Linear(dim, dim, bias=bias)
-        self.project_v = nn.Linear(dim, dim, bias=bias)
-        self.project_out = nn.Linear(dim, dim, bias=bias)
+        self.project_qk = nn.Linear(dim, dim)
+        self.project_v = nn.Linear(dim, dim)
+        self.project_out = nn.Linear(dim, dim)
 
     def hashes(self, qk: Tensor) -> Tensor:
         """The buckets of `qk (B, H, L, d)` in each round, int64 `(B, H, R, L)`."""

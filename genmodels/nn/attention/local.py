@@ -32,7 +32,6 @@ class LocalDenseSynthesizer(AtOnce):
         boundary: neighbours that do not exist or are invalid: `renormalise` excludes them from the softmax, `zero` sets
             their weights to zero.
         dim, heads, dropout: see `Mechanism`.
-        bias: whether the projections of values and output have biases.
 
     Shapes: `x (B, L, D)`, `mask (B, 1, L)` bool, True = valid; y is `(B, L, D)`, zero at invalid positions.
     Errors: ValueError for c < 1, an unknown boundary, a memory, a cache, a mask of pairs.
@@ -54,7 +53,6 @@ class LocalDenseSynthesizer(AtOnce):
         c: int = 15,
         boundary: Literal["renormalise", "zero"] = "renormalise",
         dropout: float = 0.0,
-        bias: bool = True,
     ):
         super().__init__(dim, heads, dropout)
         at_least(1, c=c)
@@ -63,8 +61,8 @@ class LocalDenseSynthesizer(AtOnce):
         self.c, self.boundary = c, boundary
         self.project_hidden = nn.Linear(dim, dim, bias=False)  # W1 of every head, side by side
         self.W2 = nn.Parameter(torch.randn(heads, self.head_dim, c) * self.head_dim**-0.5)
-        self.project_v = nn.Linear(dim, dim, bias=bias)
-        self.project_out = nn.Linear(dim, dim, bias=bias)
+        self.project_v = nn.Linear(dim, dim)
+        self.project_out = nn.Linear(dim, dim)
 
     def local_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """B `(B, H, L, c)`, without dropout; entry j is for offset j - floor(c/2)."""
@@ -138,7 +136,6 @@ class LocalMonotonic(Stepwise):
         max_step: the longest step, None = unbounded.
         score: `raw` for the additive score, as published; `softmax` for its softmax over the window.
         hidden: width of the hidden layers of each head, D / H by default.
-        bias: whether the projections of values and output have biases.
 
     Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, x itself by default; `mask (B, 1, Lq)` and `memory_mask (B, 1, Lk)`
     bool, True = valid; invalid queries move nothing. y is `(B, Lq, D)`.
@@ -163,7 +160,6 @@ class LocalMonotonic(Stepwise):
         max_step: float | None = None,
         score: Literal["raw", "softmax"] = "raw",
         hidden: int | None = None,
-        bias: bool = True,
     ):
         super().__init__(dim, heads)
         if not sigma > 0:
@@ -179,8 +175,8 @@ class LocalMonotonic(Stepwise):
         self.V_p = nn.Parameter(torch.randn(heads, width) * width**-0.5)
         self.project_height = nn.Linear(dim, heads * width, bias=False)  # W_l
         self.V_l = nn.Parameter(torch.randn(heads, width) * width**-0.5)
-        self.project_v = nn.Linear(dim, dim, bias=bias)
-        self.project_out = nn.Linear(dim, dim, bias=bias)
+        self.project_v = nn.Linear(dim, dim)
+        self.project_out = nn.Linear(dim, dim)
 
     def start(self, memory: Tensor) -> Place:
         """The initial position, 0."""

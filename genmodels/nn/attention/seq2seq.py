@@ -68,7 +68,6 @@ class ScaledDot(Score):
 
     Arguments:
         dim, heads: those of the attention.
-        bias: whether W and V have biases.
 
     Source: Vaswani et al. 2017, equation 1.
 
@@ -78,10 +77,9 @@ class ScaledDot(Score):
         torch.Size([3, 2, 4, 6])
     """
 
-    def __init__(self, dim: int, heads: int, *, bias: bool = True):
+    def __init__(self, dim: int, heads: int):
         super().__init__(dim, heads)
-        self.project_q = nn.Linear(dim, dim, bias=bias)
-        self.project_k = nn.Linear(dim, dim, bias=bias)
+        self.project_q, self.project_k = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def logits(self, x: Tensor, keys: Tensor, past: Past | None = None) -> Tensor:
         q = split_heads(self.project_q(x), self.heads)
@@ -233,7 +231,6 @@ class ScoredAttention(Stepwise):
     Arguments:
         score: score function, built for the same dim and heads; `Additive` by default.
         dim, heads, dropout: see `Mechanism`.
-        bias: whether the projections of values and output have biases.
 
     Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, x itself by default; `mask (B, 1, Lq)` bool, True = valid;
     `memory_mask (B, 1, Lk)`, or a full one that broadcasts to `(B, H, Lq, Lk)`. y is `(B, Lq, D)`.
@@ -252,14 +249,14 @@ class ScoredAttention(Stepwise):
     state = Past
     full = True
 
-    def __init__(self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0, bias: bool = True):
+    def __init__(self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0):
         super().__init__(dim, heads, dropout)
         self.score = Additive(dim, heads) if score is None else score
         if (self.score.dim, self.score.heads) != (dim, heads):
             sizes = (self.score.dim, self.score.heads)
             raise ValueError(f"{type(score).__name__} has (dim, heads) = {sizes}, the attention {(dim, heads)}")
-        self.project_v = nn.Linear(dim, dim, bias=bias)
-        self.project_out = nn.Linear(dim, dim, bias=bias)
+        self.project_v = nn.Linear(dim, dim)
+        self.project_out = nn.Linear(dim, dim)
 
     def start(self, memory: Tensor) -> Past:
         """The initial state, without weights."""
@@ -349,7 +346,7 @@ class HardAttention(ScoredAttention):
     Arguments:
         temperature: temperature of the softmax of the derivatives.
         generator: source of the noise in training; None for no noise.
-        dim, heads, score, bias: see `ScoredAttention`.
+        dim, heads, score: see `ScoredAttention`.
 
     Shapes: as in `ScoredAttention`. Errors: ValueError for a temperature that is not positive.
     Source: Xu et al. 2015, section 4.1; Jang et al. 2017, section 2.2.
@@ -368,9 +365,8 @@ class HardAttention(ScoredAttention):
         *,
         temperature: float = 1.0,
         generator: Generator | None = None,
-        bias: bool = True,
     ):
-        super().__init__(dim, heads, score, bias=bias)
+        super().__init__(dim, heads, score)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         self.temperature, self.generator = temperature, generator
