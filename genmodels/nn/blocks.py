@@ -37,7 +37,6 @@ class GroupNorm(nn.Module):
     Arguments:
         channels: channels of the map; `group_count` makes the groups.
         affine: whether (a, b) are learned; False when scale and shift are given.
-        eps: added to the variance.
 
     Shapes: `x (B, C, *space)` to the same; `scale`, `shift` `(B, C)`; `mask` bool, broadcastable to `(B, 1, *space)`.
     Source: Wu and He 2018; scale and shift as in Nichol and Dhariwal 2021, section 3.
@@ -48,9 +47,11 @@ class GroupNorm(nn.Module):
         True
     """
 
-    def __init__(self, channels: int, *, affine: bool = True, eps: float = 1e-5):
+    eps = 1e-5
+
+    def __init__(self, channels: int, *, affine: bool = True):
         super().__init__()
-        self.groups, self.eps = group_count(channels), eps
+        self.groups = group_count(channels)
         self.weight = nn.Parameter(torch.ones(channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
 
@@ -311,7 +312,6 @@ class ChannelNorm(nn.Module):
 
     Arguments:
         channels: channels of the map.
-        eps: added to the variance.
 
     Shapes: `x (B, C, *space)` to the same.
     Source: Ba, Kiros, Hinton 2016, over the channels alone.
@@ -322,15 +322,14 @@ class ChannelNorm(nn.Module):
                  [ 1.0000,  0.0000]]], grad_fn=<PermuteBackward0>)
     """
 
-    def __init__(self, channels: int, *, eps: float = 1e-5):
+    def __init__(self, channels: int):
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         # For a map in channels-last memory format neither `movedim` copies.
-        y = layer_norm(x.movedim(1, -1), self.weight.shape, self.weight, self.bias, self.eps)
+        y = layer_norm(x.movedim(1, -1), self.weight.shape, self.weight, self.bias)
         return y.movedim(-1, 1)
 
 

@@ -121,7 +121,7 @@ def by_loop(norm, x):
     for row in rows:
         mean = row.sum() / len(row)
         variance = (row - mean).square().sum() / len(row)
-        done.append((row - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias)
+        done.append((row - mean) / (variance + 1e-5).sqrt() * norm.weight + norm.bias)
     return torch.stack(done).reshape(len(x), *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 

@@ -120,7 +120,6 @@ def build_mask(
     chunk: tuple[int, int | None] | None = None,
     trigger: tuple[Tensor, int] | None = None,
     padding: Tensor | None = None,
-    device: torch.device | str | None = None,
 ) -> Tensor:
     """An attention mask `(B or 1, 1, Lq, Lk)` bool, True = may attend: the intersection of all conditions given.
 
@@ -129,8 +128,7 @@ def build_mask(
         q0, k0: absolute indices of the first query and of the first key.
         causal, window, chunk: see `Reach`.
         trigger: `(t (B, Lq), delay)`: a query attends to keys up to absolute index t + delay.
-        padding: `(B, 1, Lk)` bool, True = valid key.
-        device: device of the mask; by default the device of trigger or padding.
+        padding: `(B, 1, Lk)` bool, True = valid key; the mask is on the device of padding or trigger.
 
     Errors: ValueError for a negative window or delay, a size below 1, a padding that is not bool or does not fit.
     Source: chunks: Zhang et al. 2020 (U2), section 3.2; triggers: Moritz et al. 2019, section 2.
@@ -140,9 +138,7 @@ def build_mask(
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    if device is None:
-        given = padding if trigger is None or padding is not None else trigger[0]
-        device = None if given is None else given.device
+    device = padding.device if padding is not None else None if trigger is None else trigger[0].device
     i = torch.arange(q0, q0 + Lq, device=device)[:, None]
     j = torch.arange(k0, k0 + Lk, device=device)
     allowed = Reach(causal, window, chunk).allowed(i, j)[None, None]
