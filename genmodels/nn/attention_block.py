@@ -92,7 +92,7 @@ class AttentionBlock(nn.Module):
 
 def is_for_maps(mechanism: nn.Module) -> bool:
     """Whether a mechanism takes maps in row-major order, with their height and width; others take sequences."""
-    return getattr(getattr(mechanism, "position", None), "dims", 1) == 2
+    return getattr(getattr(mechanism, "position", mechanism), "dims", 1) == 2
 
 
 def attend(mechanism: nn.Module, x: Tensor, mask: Tensor | None = None, space: Space | None = None) -> Tensor:
@@ -129,7 +129,7 @@ class AbsoluteAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, dims: int, dropout: float = 0.0):
         super().__init__()
-        self.position = SinusoidalPositions(dims)
+        self.dims = dims
         self.project_position = nn.Linear(dim, dim, bias=False)
         self.attention = Attention(dim, heads, dropout=dropout)
 
@@ -139,26 +139,11 @@ class AbsoluteAttention(nn.Module):
         return self.attention.project_out
 
     def forward(self, x: Tensor, mask: Tensor | None = None, space: Space | None = None) -> tuple[Tensor, None]:
-        code = self.position(x.shape[1], x.shape[2], space, x.device)
+        code = self._code(*x.shape[1:], space, x.device)
         return self.attention(x + self.project_position(code.to(x.dtype)), mask=mask)
 
-
-class SinusoidalPositions(nn.Module):
-    """Sinusoidal codes `(L, D)` of the positions of a sequence, or of a map in row-major order.
-
-    Arguments:
-        dims: 1 or 2 spatial dimensions.
-
-    Example:
-        >>> SinusoidalPositions(2)(6, 4, (2, 3), None)[4].float()
-        tensor([0.8415, 0.5403, 0.8415, 0.5403])
-    """
-
-    def __init__(self, dims: int):
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, length: int, dim: int, space: Space | None, device) -> Tensor:
+    def _code(self, length: int, dim: int, space: Space | None, device) -> Tensor:
+        """The sinusoids of the positions, (L, D) float64."""
         place = torch.arange(length, device=device)
         if self.dims == 1:
             return sinusoids(place, dim)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, SpatialAttention, UNet, attention
 from genmodels.nn.attention import Attention
-from genmodels.nn.attention_block import CAUSAL, SinusoidalPositions, Site, make_attention, make_mechanism
+from genmodels.nn.attention_block import CAUSAL, AbsoluteAttention, Site, make_attention, make_mechanism
 from genmodels.nn.energy_nets import UNetEnergy
 from genmodels.verification.attention_reference import reference_attention
 
@@ -139,13 +139,14 @@ def test_check_catches_another_order():
 
 
 def test_places():
-    code = SinusoidalPositions(2)(6, 4, (2, 3), None)
+    block = AbsoluteAttention(4, 2, dims=2)
+    code = block._code(6, 4, (2, 3), None)
     for place in range(6):
         y, x = divmod(place, 3)
         expected = [math.sin(y), math.cos(y), math.sin(x), math.cos(x)]
         assert torch.allclose(code[place], torch.tensor(expected, dtype=torch.float64))
     with pytest.raises(ValueError, match="6 positions need"):
-        SinusoidalPositions(2)(6, 4, None, None)
+        block(torch.zeros(1, 6, 4))
 
 
 # ---- positions matter, at any resolution ----

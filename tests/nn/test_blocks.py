@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.func import functional_call
 
 from genmodels.nn import (
     ChannelNorm,
@@ -19,7 +20,7 @@ from genmodels.nn import (
     group_count,
     log_snr_features,
 )
-from genmodels.nn.blocks import fourier_features, narrow_convolution, resized_twice_convolution
+from genmodels.nn.blocks import NarrowConv2d, fourier_features, resized_twice_convolution
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
 from genmodels.nn.transformer import SpeechEncoder, Transformer
 from genmodels.speech.tacotron import Tacotron
@@ -74,6 +75,11 @@ def test_check_catches_swapped_parities():
     assert torch.allclose(resized_twice_convolution(x, weight, bias), expected, atol=1e-12)
     for wrong in (weight.transpose(2, 3), weight.flip(2)):
         assert not torch.allclose(resized_twice_convolution(x, wrong, bias), expected, atol=1e-2)
+
+
+def narrow_convolution(x, weight, bias):
+    layer = NarrowConv2d(weight.shape[1], len(weight), 3, padding=1)
+    return functional_call(layer, {"weight": weight, "bias": bias}, x)
 
 
 @pytest.mark.parametrize("space", [(1, 1), (2, 3), (7, 4)])
