@@ -223,8 +223,7 @@ def elbo(
     if mode == "stratified":
         if not 1 <= draws <= num_terms:
             raise InputError(f"draws = {draws}: the ELBO has {num_terms} terms, use 1 <= draws <= {num_terms}")
-        if replicates < 2:
-            raise InputError(f"replicates = {replicates}: a standard error needs at least 2")
+        at_least(2, replicates=replicates)
         bounds = torch.arange(draws + 1) * num_terms // draws
         u, width = draws_in_strata((len(x0), replicates, draws), generator).cpu(), bounds.diff()
         chosen = bounds[:-1] + (u * width).long().clamp(max=width - 1)

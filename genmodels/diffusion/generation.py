@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.random import Generator, KeyedGenerator, at_step, normal
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import hide
@@ -136,8 +136,7 @@ class Inpainting:
     """
 
     def __init__(self, sampler: Sampler, known: Tensor, mask: Tensor, *, rounds: int = 10):
-        if rounds < 1:
-            raise InputError(f"rounds = {rounds}: each step is taken at least once")
+        at_least(1, rounds=rounds)
         if mask.dtype != torch.bool:
             raise InputError(f"the mask of what is known must be boolean, True where it holds, got {mask.dtype}")
         self.sampler, self.known, self.mask, self.rounds = sampler, known, mask, rounds

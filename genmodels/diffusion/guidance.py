@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, require_finite_rows
+from genmodels.core.errors import InputError, one_of, require_finite_rows
 from genmodels.core.tensors import event_mean, event_size, event_sum, spread
 from genmodels.diffusion.parameterisation import X0, Prediction
 
@@ -43,8 +43,7 @@ def require_unaltered(denoiser) -> None:
     """Raise InputError for a denoiser that was changed for sampling, which has no likelihood.
 
     Example:
-        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, GuidedDenoiser, require_unaltered
-        >>> import torch
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
         >>> guided = GuidedDenoiser(GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0), 3.0, null=10)
         >>> require_unaltered(guided)
         Traceback (most recent call last):
@@ -200,8 +199,8 @@ class ThresholdedDenoiser(AlteredDenoiser):
 
     def __init__(self, denoiser, threshold: str | Threshold = "static"):
         super().__init__(denoiser)
-        if not callable(threshold) and threshold not in THRESHOLDS:
-            raise InputError(f"threshold = {threshold!r}: choose one of {', '.join(THRESHOLDS)}")
+        if not callable(threshold):
+            one_of("threshold", threshold, THRESHOLDS)
         self.threshold = threshold if callable(threshold) else THRESHOLDS[threshold]
 
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, at_least, one_of
+from genmodels.core.errors import InputError, RunError, at_least, none_or_at_least, one_of
 from genmodels.core.likelihood import Likelihood, Profile, check_importance_samples, log_mean_exp
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import event_size, hide, outside_inference
@@ -109,7 +109,7 @@ class Elbo:
         Errors: another bound, draws or rows below 1, or more draws than terms.
         """
         one_of("bound", bound, ("discrete", "continuous"))
-        at_least(1, **{name: value for name, value in (("draws", draws), ("rows", rows)) if value is not None})
+        none_or_at_least(1, draws=draws, rows=rows)
         if draws is not None and bound == "discrete" and draws >= self.num_steps:
             raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the ELBO, got {draws}")
         times = times.to(x0.device)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 
 #: Stands for log-SNR -inf (no signal) at the end of a schedule; cutting there costs under 1e-8 nats.
 NOISIEST = -20.0
@@ -213,8 +213,7 @@ def variance_function(variance: str | Variance) -> Variance | Literal["learned"]
     """The function of a name in VARIANCES; a function is returned as it is, and so is "learned" (`kernel_variance`)."""
     if callable(variance) or variance == "learned":
         return variance
-    if variance not in VARIANCES:
-        raise InputError(f"variance = {variance!r}: choose one of {', '.join(VARIANCES)}, learned")
+    one_of("variance", variance, (*VARIANCES, "learned"))
     return VARIANCES[variance]
 
 

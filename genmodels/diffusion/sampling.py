@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, check_temperature
+from genmodels.core.errors import InputError, at_least, check_temperature
 from genmodels.core.random import Generator, at_step, normal
 from genmodels.core.tensors import hide
 from genmodels.diffusion.parameterisation import Prediction
@@ -258,8 +258,7 @@ def _to_clean(times: Tensor) -> Tensor:
 def _check(schedule: Path, steps: int, num_steps: int | None) -> int | None:
     """T or None; raises for more steps than the schedule or the model has."""
     total = num_steps if num_steps is not None else schedule.num_steps
-    if steps < 1:
-        raise InputError(f"steps = {steps}: give a positive number")
+    at_least(1, steps=steps)
     if total is not None and steps > total:
         raise InputError(f"steps = {steps}: this model has T = {total} steps, use steps <= {total}")
     return total

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least
 from genmodels.core.tensors import usable
 from genmodels.diffusion.path import Path, alpha_sigma, in_float64
 
@@ -262,8 +262,7 @@ class LearnedSchedule(NoiseSchedule):
     def __init__(self, *, log_snr_max: float = 10.0, log_snr_min: float = -10.0, hidden: int = 1024):
         super().__init__()
         _check_ends(log_snr_max, log_snr_min, "learned schedule")
-        if hidden < 1:
-            raise InputError(f"hidden = {hidden}: give a positive number")
+        at_least(1, hidden=hidden)
         self.first, self.last = float(log_snr_max), float(log_snr_min)
         # Units of slope 10 with their centres spread over [0, 1]: every part of the curve can bend independently.
         slope, centres = 10.0, torch.linspace(0, 1, hidden)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.diffusion.path import alpha_sigma, in_float64
 from genmodels.diffusion.schedule import (
     CosineSchedule,
@@ -113,8 +113,7 @@ class CosineDiscreteSchedule(DiscreteSchedule):
     """
 
     def __init__(self, num_steps: int = 1000, *, offset: float = 0.008, max_beta: float = 0.999):
-        if num_steps < 1:
-            raise InputError(f"num_steps = {num_steps}: give a positive number")
+        at_least(1, num_steps=num_steps)
         u = step_to_time(torch.arange(num_steps + 1), num_steps)
         f = torch.cos(math.pi / 2 * (u + offset) / (1 + offset)).square()
         super().__init__((1 - f[1:] / f[:-1]).clamp(max=max_beta))

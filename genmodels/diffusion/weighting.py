@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, positive
+from genmodels.core.errors import InputError, one_of, positive
 from genmodels.core.random import Generator
 from genmodels.core.random import shared_uniform as draw_shared
 from genmodels.core.random import uniform as draw_rows
@@ -142,8 +142,7 @@ def make_weighting(name: WeightingName | Weighting) -> Weighting:
     """The weighting of a name in WEIGHTINGS; a weighting is returned as it is."""
     if callable(name):
         return name
-    if name not in WEIGHTINGS:
-        raise InputError(f"weighting = {name!r}: choose one of {', '.join(WEIGHTINGS)}")
+    one_of("weighting", name, WEIGHTINGS)
     return WEIGHTINGS[name]()
 
 
@@ -375,8 +374,8 @@ def make_time_sampler(name: TimeSamplerName | TimeSampler, *, bound: bool = Fals
     Raises:
         InputError: for an unknown name, or one of WEIGHTING_TIMES where the loss is a `bound`.
     """
-    if not callable(name) and name not in TIME_SAMPLERS:
-        raise InputError(f"time_sampler = {name!r}: choose one of {', '.join(TIME_SAMPLERS)}")
+    if not callable(name):
+        one_of("time_sampler", name, TIME_SAMPLERS)
     made = name if callable(name) else TIME_SAMPLERS[name]()
     if bound and isinstance(made, WEIGHTING_TIMES):
         raise InputError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import check_temperature
+from genmodels.core.errors import at_least, check_temperature
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Shape, as_shape, fits, per_example
@@ -164,8 +164,7 @@ class ClassNormal(_Normals):
 
     def __init__(self, event_shape: Shape, *, num_classes: int):
         super().__init__(event_shape)
-        if num_classes < 1:
-            raise ValueError(f"ClassNormal: num_classes must be at least 1, got {num_classes}")
+        at_least(1, num_classes=num_classes)
         self.num_classes = num_classes
         self._learn(num_classes)
 
@@ -262,8 +261,7 @@ class Mixture(_Normals):
 
     def __init__(self, event_shape: Shape, *, components: int = 8, generator: torch.Generator | None = None):
         super().__init__(event_shape)
-        if components < 1:
-            raise ValueError(f"Mixture: components must be at least 1, got {components}")
+        at_least(1, components=components)
         self._learn(components)
         self.logits = nn.Parameter(torch.zeros(components))
         nn.init.normal_(self.mean, generator=torch.Generator().manual_seed(0) if generator is None else generator)

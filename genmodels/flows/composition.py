@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from genmodels.core.errors import an
+from genmodels.core.errors import an, one_of
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, Shape, Step, as_shape, joined
 from genmodels.flows.replay import Autocast, DriftGauge, LayerInput, RandomState, RecomputationErrors, hooks_at_rest
 
@@ -73,8 +73,7 @@ class Compose(Bijection):
 
     @memory.setter
     def memory(self, memory: str) -> None:
-        if memory not in ("store", "inverse"):
-            raise ValueError(f"memory must be store or inverse, got {memory!r}")
+        one_of("memory", memory, ("store", "inverse"))
         if memory != self.memory:
             self.gauge = gauge_for(self) if memory == "inverse" else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, logsigmoid, softmax
 
-from genmodels.core.errors import one_of
+from genmodels.core.errors import at_least, one_of
 
 
 def bounded(h: Tensor, limit: float) -> Tensor:
@@ -323,8 +323,7 @@ class LogisticMixture(ElementTransform):
 
     def __init__(self, channels: int, *, components: int = 8):
         super().__init__()
-        if components < 1:
-            raise ValueError(f"a mixture needs at least one component, got {components}")
+        at_least(1, components=components)
         self.channels, self.components = channels, components
         self.params_per_dim = 3 * components + 2
         self.affine = Affine(channels)

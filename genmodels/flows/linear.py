@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
+from genmodels.core.errors import one_of
 from genmodels.flows.bijection import Channelwise, at_each_position, full_precision, undone_on_failure
 from genmodels.flows.elementwise import bounded, per_channel, unbounded
 from genmodels.flows.scaling import DataInitialized, channel_covariance
@@ -199,8 +200,7 @@ class _Mixing(Channelwise):
 
     def __init__(self, channels: int, size: int, kind: str, generator: torch.Generator | None):
         super().__init__(channels)
-        if kind not in MATRICES:
-            raise ValueError(f"{type(self).__name__}: kind must be one of {', '.join(MATRICES)}, got {kind!r}")
+        one_of("kind", kind, MATRICES)
         self.kind = kind
         self.matrix = MATRICES[kind](size, generator)
 

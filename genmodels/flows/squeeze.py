@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from genmodels.core.errors import one_of
+from genmodels.core.errors import at_least, one_of
 from genmodels.flows.bijection import Bijection, Shape
 
 
@@ -50,8 +50,7 @@ class _Squeeze(Bijection):
 
     def __init__(self, factor: int = 2):
         super().__init__()
-        if factor < 1:
-            raise ValueError(f"{type(self).__name__}: factor must be 1 or more, got {factor}")
+        at_least(1, factor=factor)
         self.factor = factor
 
     def _forward(self, x, cond, mask):
@@ -258,8 +257,7 @@ class PadToMultiple:
     """
 
     def __init__(self, factor: int, *, floor: float = math.log(1e-5)):
-        if factor < 1:
-            raise ValueError(f"PadToMultiple: factor must be 1 or more, got {factor}")
+        at_least(1, factor=factor)
         self.factor, self.floor = factor, floor
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import at_least, check_number, one_of
+from genmodels.core.errors import at_least, check_number, none_or_at_least, one_of
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Shape, as_shape, fits, per_example
 from genmodels.flows.composition import Compose
@@ -48,7 +48,7 @@ class Decoding:
     guidance: float = 1.0
 
     def __post_init__(self):
-        at_least(1, tokens=1 if self.tokens is None else self.tokens)
+        none_or_at_least(1, tokens=self.tokens)
         check_number("tolerance", self.tolerance, 0)
         check_number("guidance", self.guidance, -1e6)
 

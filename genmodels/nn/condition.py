@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import one_of
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, make_attention
 from genmodels.nn.blocks import CONVOLUTION, blocks_to_channels
@@ -130,8 +131,7 @@ class Conditioning(nn.Module):
     ):
         super().__init__()
         require_condition(condition)
-        if conditioning not in ("concat", "film"):
-            raise ValueError(f"conditioning is concat or film, got {conditioning!r}")
+        one_of("conditioning", conditioning, ("concat", "film"))
         self.condition, self.dims, self.film, self.layers = condition, dims, conditioning == "film", len(widths)
         reached = list(widths) if everywhere or self.film else list(widths[:1])
         self.sizes = [size for width in reached for size in ([width, width] if self.film else [width])]
@@ -176,14 +176,12 @@ def _projection(condition: Condition, width: int, dims: int, kernel_size: int, *
     if condition.kind == "map" and dims == 0:
         raise ValueError("a network of vectors takes labels or a vector as its condition: vectors have no positions")
     size = condition.size * condition.stride**dims
-    made = {
-        "labels": lambda: nn.Embedding(size, width),
-        "vector": lambda: nn.Linear(size, width, bias=bias),
-        "map": lambda: CONVOLUTION[dims](size, width, kernel_size, padding=kernel_size // 2, bias=bias),
-    }
-    project = made[condition.kind]()
-    if condition.kind == "labels":
-        nn.init.normal_(project.weight, std=0.3)  # about the initial contribution of the other inputs
+    if condition.kind == "map":
+        return CONVOLUTION[dims](size, width, kernel_size, padding=kernel_size // 2, bias=bias)
+    if condition.kind == "vector":
+        return nn.Linear(size, width, bias=bias)
+    project = nn.Embedding(size, width)
+    nn.init.normal_(project.weight, std=0.3)  # about the initial contribution of the other inputs
     return project
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.core.errors import InputError, at_least, positive
+from genmodels.core.errors import InputError, at_least, one_of, positive
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_heads
 from genmodels.nn.blocks import CONVOLUTION, GroupNorm, check_channels, run
@@ -291,8 +291,7 @@ class UNetEnergy(nn.Module):
         spread: float = 1.0,
     ):
         super().__init__()
-        if form not in _FORMS:
-            raise InputError(f"form = {form!r} is not one of {', '.join(_FORMS)}")
+        one_of("form", form, _FORMS)
         check_heads(attention, heads, 4)
         if attention == "hard":
             raise InputError("attention = hard has in training the gradient of a softmax, not its own: the score of an "

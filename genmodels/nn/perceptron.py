@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, relu, silu
 
+from genmodels.core.errors import at_least, one_of
 from genmodels.core.random import Dropout
 from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
 from genmodels.nn.condition import Condition, Modulation, Net, modulate
@@ -97,8 +98,7 @@ class ResidualMLP(Net):
         cond: Condition | None = None,
         conditioning: Literal["concat", "film"] = "concat",
     ):
-        if depth < 1:
-            raise ValueError(f"ResidualMLP needs at least one block, got depth = {depth}")
+        at_least(1, depth=depth)
         widths = [hidden] * (1 + depth)
         super().__init__(in_channels, out_channels, hidden, widths, cond=cond, conditioning=conditioning, dims=0)
         self.activation = _activation(activation)
@@ -113,8 +113,7 @@ class ResidualMLP(Net):
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    if name not in ACTIVATION:
-        raise ValueError(f"activation is one of {', '.join(ACTIVATION)}, got {name!r}")
+    one_of("activation", name, ACTIVATION)
     return ACTIVATION[name]
 
 
@@ -210,8 +209,7 @@ class MADE(Net):
         order = list(range(features)) if order is None else [int(turn) for turn in order]
         if sorted(order) != list(range(features)):
             raise ValueError(f"MADE: order must be a permutation of 0 .. {features - 1}, got {order}")
-        if depth < 1:
-            raise ValueError(f"MADE needs depth >= 1, got {depth}")
+        at_least(1, depth=depth)
         widths = [hidden] * (1 + depth if residual else depth)
         super().__init__(
             features, params_per_dim * features, hidden, widths,

@@ -434,7 +434,7 @@ def test_sample_k_is_the_same_alone_and_in_any_batch_of_editing():
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="rounds = 0"):
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
         Inpainting(DDPMSampler(), KNOWN, MASK, rounds=0)
     with pytest.raises(ValueError, match="must be boolean"):
         Inpainting(DDPMSampler(), KNOWN, MASK.float())

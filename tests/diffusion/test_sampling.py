@@ -287,7 +287,7 @@ def test_more_steps_than_T(name):
     for schedule, num_steps in ((CosineSchedule(), 100), (LinearSchedule(num_steps=100), None)):
         with pytest.raises(ValueError, match="T = 100 steps, use steps <= 100"):
             SPACINGS[name](schedule, 101, num_steps)
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="steps must be at least 1"):
         SPACINGS[name](CosineSchedule(), 0, 100)
 
 

@@ -240,7 +240,7 @@ def test_batch_statistics_are_refused_by_name():
     Compose(layers, (4,))
     with pytest.raises(ValueError, match=r"layers\.1\.net\.norm \(BatchNorm1d\)"):
         Compose(layers, (4,), memory="inverse")
-    with pytest.raises(ValueError, match="store or inverse"):
+    with pytest.raises(ValueError, match="memory must be one of store, inverse"):
         Compose(layers, (4,), memory="none")
 
 

@@ -587,5 +587,5 @@ def test_mutant_start():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="at least one component"):
+    with pytest.raises(ValueError, match="components must be at least 1"):
         LogisticMixture(2, components=0)

@@ -155,7 +155,7 @@ def test_errors():
         EnergyConv((1, 4, 4))(torch.zeros(1, 1, 4, 4), mask=torch.ones(1, 1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="the spread of the confinement must be a positive"):
         Confinement(0.0)
-    with pytest.raises(ValueError, match="form = 'sum'"):
+    with pytest.raises(ValueError, match="form must be one of residual, product, got 'sum'"):
         UNetEnergy((1, 4, 4), form="sum")
     with pytest.raises(ValueError, match="heads=8 is for an attention block: leave it out"):
         UNetEnergy((1, 4, 4), heads=8)

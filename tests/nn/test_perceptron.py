@@ -209,7 +209,7 @@ def test_a_checkpoint_brings_its_order():
     [
         ({"order": [0, 1, 1]}, r"permutation of 0 .. 2, got \[0, 1, 1\]"),
         ({"order": [0, 1]}, "permutation"),
-        ({"depth": 0}, "depth >= 1"),
+        ({"depth": 0}, "depth must be at least 1"),
         ({"activation": "cube"}, "silu, relu, got 'cube'"),
         ({"cond": Condition("map", 2)}, "vectors have no positions"),
     ],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, one_of
 from genmodels.core.random import dropout, normal
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
@@ -283,8 +283,7 @@ class LSH(AtOnce):
         dropout: float = 0.0,
     ):
         super().__init__(dim, heads, dropout)
-        if hash not in HASHES:
-            raise ValueError(f"hash must be sign or rotation, got {hash!r}")
+        one_of("hash", hash, HASHES)
         if hash == "sign" and (buckets < 1 or buckets & (buckets - 1)):
             raise ValueError(f"k planes make 2^k buckets: buckets must be a power of 2, got {buckets}")
         if hash == "rotation" and buckets != 1 and (buckets < 1 or buckets % 2):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, one_of
 from genmodels.core.random import dropout
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
@@ -56,8 +56,7 @@ class LocalDenseSynthesizer(AtOnce):
     ):
         super().__init__(dim, heads, dropout)
         at_least(1, c=c)
-        if boundary not in ("renormalise", "zero"):
-            raise ValueError(f"boundary must be renormalise or zero, got {boundary!r}")
+        one_of("boundary", boundary, ("renormalise", "zero"))
         self.c, self.boundary = c, boundary
         self.project_hidden = nn.Linear(dim, dim, bias=False)  # W1 of every head, side by side
         self.W2 = nn.Parameter(torch.randn(heads, self.head_dim, c) * self.head_dim**-0.5)
@@ -166,8 +165,7 @@ class LocalMonotonic(Stepwise):
             raise ValueError(f"sigma must be positive, got {sigma}")
         if max_step is not None and not max_step > 0:
             raise ValueError(f"max_step must be positive or None, got {max_step}")
-        if score not in ("raw", "softmax"):
-            raise ValueError(f"score must be raw or softmax, got {score!r}")
+        one_of("score", score, ("raw", "softmax"))
         self.sigma, self.max_step, self.score = sigma, max_step, score
         self.additive = Additive(dim, heads, hidden=hidden)
         width = self.additive.hidden

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, one_of
 from genmodels.nn.attention.position import (
     Position,
     Space,
@@ -66,8 +66,7 @@ class Shaw(Position):
         super().__init__(dim, heads, cross=cross)
         if K < 0:
             raise ValueError(f"K, the largest distance of its own, cannot be negative, got {K}")
-        if outside not in ("clip", "zero"):
-            raise ValueError(f"outside must be clip or zero, got {outside!r}")
+        one_of("outside", outside, ("clip", "zero"))
         self.K, self.outside, self.adds_values = K, outside, values
         shape, std = (1 if shared else heads, 2 * K + 1, self.head_dim), self.head_dim**-0.5
         self.keys = nn.Parameter(torch.randn(shape) * std)

@@ -349,7 +349,7 @@ def test_short_sequences_get_a_warning_that_it_does_not_pay():
     ({"buckets": 5, "hash": "sign"}, "power of 2"), ({"buckets": 0, "hash": "sign"}, "power of 2"),
     ({"buckets": 5}, "even number"), ({"buckets": 0}, "even number"),
     ({"chunk": 0}, "chunk"), ({"rounds": 0}, "rounds"),
-    ({"hash": "minhash"}, "sign or rotation"), ({"dropout": 1.0}, "dropout"),
+    ({"hash": "minhash"}, "hash must be one of sign, rotation"), ({"dropout": 1.0}, "dropout"),
 ])  # fmt: skip
 def test_what_cannot_be_built_of_lsh(options, words):
     with pytest.raises(ValueError, match=words):
