@@ -10,8 +10,8 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import at_least, check_temperature
 from genmodels.core.random import Generator, normal, uniform
-from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Shape, as_shape, fits, per_example
+from genmodels.core.tensors import event_sum, hide
+from genmodels.flows.bijection import Shape, as_shape, fits
 from genmodels.flows.elementwise import bounded
 
 _LIMIT = 10.0  # of learned log-scales
@@ -66,7 +66,7 @@ class Distribution(nn.Module):
         return self._sample((n, *shape), cond, temperature, generator, dtype, device)
 
     def _log_prob(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        return per_example(hide(self._entries(z, cond), mask))
+        return event_sum(self._entries(z, cond), mask)
 
     def _entries(self, z: Tensor, cond: Tensor | None) -> Tensor:
         """Log-density of every entry, like z."""

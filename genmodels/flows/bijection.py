@@ -287,11 +287,6 @@ def require_mask(owner: str, mask: Tensor, x: Tensor) -> None:
                          "(B, C, T) and have shape (B, 1, T)")
 
 
-def per_example(values: Tensor) -> Tensor:
-    """The sum over all but the batch dimension, (B, ...) to (B,)."""
-    return values.flatten(1).sum(1)
-
-
 def as_shape(event_shape: Shape) -> Shape:
     """An event shape as a tuple; TypeError for anything but a sequence of lengths and None.
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import an
-from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Shape, per_example
+from genmodels.core.tensors import event_sum, hide
+from genmodels.flows.bijection import Bijection, Shape
 from genmodels.flows.elementwise import ElementTransform
 from genmodels.nn.perceptron import MADE
 
@@ -231,7 +231,7 @@ class Coupling(Bijection):
         seen, x2, squares = parts
         z2, log_derivative = change(x2, params)
         z, log_derivative = self.split.put(seen, z2, log_derivative, squares)
-        return z, per_example(hide(log_derivative, mask))
+        return z, event_sum(log_derivative, mask)
 
 
 def outputs(net: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None, channels: int) -> Tensor:
@@ -335,7 +335,7 @@ class MaskedAutoregressive(Bijection):
 
     def _forward(self, x, cond, mask):
         z, log_derivative = self.transform(x, self._params(x, cond))
-        return z, per_example(hide(log_derivative, mask))
+        return z, event_sum(log_derivative, mask)
 
     def _inverse(self, z, cond, mask):
         log_derivatives, dimensions = [], self.net.order.argsort()
@@ -349,4 +349,4 @@ class MaskedAutoregressive(Bijection):
 
         x = self.net.unroll(choose, z, cond)
         log_derivative = torch.cat(log_derivatives, 1)[:, self.net.order]
-        return x, per_example(hide(log_derivative, mask))
+        return x, event_sum(log_derivative, mask)

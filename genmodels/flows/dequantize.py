@@ -11,8 +11,8 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import positive, require_finite_rows
 from genmodels.core.random import Generator, normal, uniform
-from genmodels.core.tensors import event_mean, hide
-from genmodels.flows.bijection import Bijection, Shape, per_example
+from genmodels.core.tensors import event_mean, event_sum, hide
+from genmodels.flows.bijection import Bijection, Shape
 from genmodels.nn.condition import Condition
 
 
@@ -201,8 +201,7 @@ class VariationalDequantize(Dequantize):
         noise = hide(noise, mask)
         a, logdet = self.bijection(noise, self._condition(x, mask), mask)
         log_normal = -0.5 * noise.square() - 0.5 * math.log(2 * math.pi)
-        terms = hide(log_normal - logsigmoid(a) - logsigmoid(-a), mask)
-        return torch.sigmoid(a), per_example(terms) - logdet
+        return torch.sigmoid(a), event_sum(log_normal - logsigmoid(a) - logsigmoid(-a), mask) - logdet
 
     def _condition(self, x: Tensor, mask: Tensor | None) -> Tensor:
         return hide(2 * x.to(self.low.dtype) / (self.levels - 1) - 1, mask)
@@ -243,11 +242,11 @@ class OfLevel(Bijection):
 
     def _forward(self, x, cond, mask):
         m, s = self._of_level(cond)
-        return torch.addcmul(m, s.exp(), x), per_example(hide(s, mask))
+        return torch.addcmul(m, s.exp(), x), event_sum(s, mask)
 
     def _inverse(self, z, cond, mask):
         m, s = self._of_level(cond)
-        return (z - m) * (-s).exp(), per_example(hide(-s, mask))
+        return (z - m) * (-s).exp(), event_sum(-s, mask)
 
     def _of_level(self, cond: Tensor) -> tuple[Tensor, ...]:
         """m and s of each number."""

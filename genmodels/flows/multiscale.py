@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Latents
 from genmodels.core.errors import at_least, none_or_at_least, one_of, only_for
-from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, per_example, shown
+from genmodels.core.tensors import event_sum
+from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, shown
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, couple, outputs
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture, bounded
@@ -79,7 +79,7 @@ class FactorOut(Channelwise):
         return mean, bounded(s, 5.0)
 
     def _volume(self, log_scale: Tensor, mask: Tensor | None) -> Tensor:
-        return per_example(hide(log_scale, mask))
+        return event_sum(log_scale, mask)
 
 
 class MultiScale(Bijection):

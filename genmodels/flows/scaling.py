@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, logsigmoid
 
 from genmodels.core.processes import summed
-from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Channelwise, Shape, at_each_position, fits, per_example, positions
+from genmodels.core.tensors import event_sum, hide
+from genmodels.flows.bijection import Bijection, Channelwise, Shape, at_each_position, fits, positions
 from genmodels.flows.elementwise import bounded, per_channel, unbounded
 
 
@@ -233,12 +233,12 @@ class Logit(Bijection):
     def _forward(self, v, cond, mask):
         low = torch.log(self.alpha + (1 - 2 * self.alpha) * v)  # log y = -sp(-z)
         high = torch.log(self.alpha + (1 - 2 * self.alpha) * (1 - v))  # log(1 - y) = -sp(z), no digit of 1 - v lost
-        return low - high, per_example(hide(math.log1p(-2 * self.alpha) - low - high, mask))
+        return low - high, event_sum(math.log1p(-2 * self.alpha) - low - high, mask)
 
     def _inverse(self, z, cond, mask):
         v = (torch.sigmoid(z) - self.alpha) / (1 - 2 * self.alpha)
         volume = math.log1p(-2 * self.alpha) - logsigmoid(z) - logsigmoid(-z)
-        return v, -per_example(hide(volume, mask))
+        return v, -event_sum(volume, mask)
 
 
 class _PerChannel(Bijection):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import at_least, check_number, none_or_at_least, one_of
-from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Shape, as_shape, fits, per_example
+from genmodels.core.tensors import event_sum, hide
+from genmodels.flows.bijection import Bijection, Shape, as_shape, fits
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.linear import Permute
@@ -242,7 +242,7 @@ class MetaBlock(Bijection):
         return out.unflatten(2, (-1, self.channels)).movedim(2, 1)
 
     def _volume(self, log_derivative: Tensor, valid: Tensor | None) -> Tensor:
-        return per_example(hide(log_derivative, None if valid is None else valid.mT))
+        return event_sum(log_derivative, None if valid is None else valid.mT)
 
     def _tokens(self, x: Tensor) -> Tensor:
         """(B, N, C) in the order of the layer."""

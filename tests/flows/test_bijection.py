@@ -15,7 +15,6 @@ from genmodels.flows.bijection import (
     Inverse,
     NotInitialized,
     at_each_position,
-    per_example,
     positions,
 )
 from genmodels.flows.composition import Compose
@@ -392,7 +391,6 @@ def test_valid_positions():
     assert positions(x, mask).tolist() == [5.0, 2.0] and positions(x.double(), mask).dtype == torch.float64
     with pytest.raises(ValueError, match=r"share one mask \(B, 1, T\), got \(2, 3, 5\)"):
         positions(x, mask.expand(2, 3, 5))
-    assert per_example(torch.ones(2, 3, 4)).tolist() == [12.0, 12.0]
 
 
 def test_a_bijection_must_say_what_it_does():

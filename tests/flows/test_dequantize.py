@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from genmodels.core.random import KeyedGenerator
-from genmodels.flows.bijection import Bijection, Inverse, per_example
+from genmodels.core.tensors import event_sum
+from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import GaussianNoise, OfLevel, UniformDequantize, VariationalDequantize, noise_condition
@@ -33,7 +34,7 @@ class Tilt(Bijection):
 
     def _forward(self, x, cond, mask):
         volume = 0.2 * cond if mask is None else (0.2 * cond).masked_fill(~mask, 0)
-        return 0.3 + 0.5 * cond + torch.exp(0.2 * cond) * x, per_example(volume)
+        return 0.3 + 0.5 * cond + torch.exp(0.2 * cond) * x, event_sum(volume)
 
 
 def noise_flow(shape):
@@ -164,7 +165,7 @@ class NoSigmoid(VariationalDequantize):
 
     def _spread(self, x, noise, mask):
         a, logdet = self.bijection(noise, self._condition(x, mask), mask)
-        return torch.sigmoid(a), per_example(-0.5 * noise.square() - 0.5 * math.log(2 * math.pi)) - logdet
+        return torch.sigmoid(a), event_sum(-0.5 * noise.square() - 0.5 * math.log(2 * math.pi)) - logdet
 
 
 def test_density_of_the_noise():

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from genmodels.core.data import Latents
-from genmodels.flows.bijection import Bijection, Freeze, Inverse, per_example
+from genmodels.core.tensors import event_sum
+from genmodels.flows.bijection import Bijection, Freeze, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.linear import Flip
 from genmodels.flows.multiscale import FactorOut, MultiScale
@@ -45,7 +46,7 @@ class Bend(Bijection):
 
     @staticmethod
     def _sum(volume, mask):
-        return per_example(volume if mask is None else volume.masked_fill(~mask, 0))
+        return event_sum(volume if mask is None else volume.masked_fill(~mask, 0))
 
 
 def prior(channels, dims, cond=None):

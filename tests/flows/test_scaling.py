@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
+from genmodels.core.tensors import event_sum
 from genmodels.flows import scaling
-from genmodels.flows.bijection import per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import per_channel
 from genmodels.flows.linear import Flip, Whitening
@@ -352,7 +352,7 @@ class SoftplusVolume(Logit):
 
     def _inverse(self, z, cond, mask):
         v, _ = super()._inverse(z, cond, mask)
-        return v, -per_example(math.log1p(-2 * self.alpha) + softplus(z) + softplus(-z))
+        return v, -event_sum(math.log1p(-2 * self.alpha) + softplus(z) + softplus(-z))
 
 
 def test_volume_of_far_latents():

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from genmodels.flows.bijection import Bijection, full_precision, per_example
+from genmodels.core.tensors import event_sum
+from genmodels.flows.bijection import Bijection, full_precision
 from genmodels.flows.coupling import ChannelSplit
 from genmodels.flows.squeeze import Squeeze1d
 
@@ -29,12 +30,12 @@ class Couple(Bijection):
     def _forward(self, x, cond, mask):
         kept, changed = x.split(self.half, dim=1)
         h, t = self.parameters_of(kept, cond)
-        return torch.cat([kept, changed * h.exp() + t], dim=1), per_example(h)
+        return torch.cat([kept, changed * h.exp() + t], dim=1), event_sum(h)
 
     def _inverse(self, z, cond, mask):
         kept, changed = z.split(self.half, dim=1)
         h, t = self.parameters_of(kept, cond)
-        return torch.cat([kept, (changed - t) * (-h).exp()], dim=1), -per_example(h)
+        return torch.cat([kept, (changed - t) * (-h).exp()], dim=1), -event_sum(h)
 
 
 class Dropped(Couple):
@@ -109,7 +110,7 @@ class WrongMask(Couple):
     def _forward(self, x, cond, mask):
         kept, changed = x.split(self.half, dim=1)
         h, t = self.parameters_of(x[:, 1 : 1 + self.half], cond)
-        return torch.cat([kept, changed * h.exp() + t], dim=1), per_example(h)
+        return torch.cat([kept, changed * h.exp() + t], dim=1), event_sum(h)
 
 
 class Plain(Couple):
@@ -128,12 +129,12 @@ class Plain(Couple):
     def _forward(self, x, cond, mask):
         kept, changed = x.split(self.half, dim=1)
         s, log_s, t = self.scales(kept)
-        return torch.cat([kept, s * changed + t], dim=1), per_example(log_s)
+        return torch.cat([kept, s * changed + t], dim=1), event_sum(log_s)
 
     def _inverse(self, z, cond, mask):
         kept, changed = z.split(self.half, dim=1)
         s, log_s, t = self.scales(kept)
-        return torch.cat([kept, (changed - t) / s], dim=1), -per_example(log_s)
+        return torch.cat([kept, (changed - t) / s], dim=1), -event_sum(log_s)
 
 
 class SignLost(Plain):
@@ -142,7 +143,7 @@ class SignLost(Plain):
     def _inverse(self, z, cond, mask):
         kept, changed = z.split(self.half, dim=1)
         s, log_s, t = self.scales(kept)
-        return torch.cat([kept, (changed - t) / s.abs()], dim=1), -per_example(log_s)
+        return torch.cat([kept, (changed - t) / s.abs()], dim=1), -event_sum(log_s)
 
 
 class FlooredDeterminant(Plain):
@@ -260,7 +261,7 @@ class Bend(Bijection):
         z = self.bound * (2 * (xi.square() + d * product) / bottom - 1)
         log_slope = torch.log(d * xi.square() + 2 * product + d * (1 - xi).square()) - 2 * torch.log(bottom)
         inside = x.abs() < self.bound
-        return torch.where(inside, z, x), per_example(torch.where(inside, log_slope, 0.0))
+        return torch.where(inside, z, x), event_sum(torch.where(inside, log_slope, 0.0))
 
     def _inverse(self, z, cond, mask):
         d, y = self.raw.exp(), self.place(z)
