@@ -310,7 +310,8 @@ class _Inverting(torch.autograd.Function):
         state, cond, *saved = ctx.saved_tensors
         stored, exact, parameters = saved[:n], saved[n : 2 * n], saved[2 * n :]
         cond = None if cond is None else cond.detach().requires_grad_(wants_cond)
-        errors, sums = RecomputationErrors(segment.gauge, segment.first, n, state), _Sums()
+        errors = RecomputationErrors(segment.gauge, segment.first, n, state)
+        sums: dict[int, Tensor] = {}  # gradients, added up over the layers that share a tensor
         with ctx.autocast.again(), hooks_at_rest(parameters):
             for k in reversed(range(n)):
                 if not (wants_x or wants_cond or any(ctx.owned[: k + 1])):
@@ -336,7 +337,10 @@ class _Inverting(torch.autograd.Function):
                 others = [*ctx.owned[k], *([own_cond] if wants_cond and own_cond is not None else [])]
                 grad, found = graph.pull_back(grad, grad_logdet, others)
                 del graph
-                sums.add(others, found)
+                for tensor, gradient in zip(others, found, strict=True):
+                    if gradient is not None:
+                        before = sums.get(id(tensor))
+                        sums[id(tensor)] = gradient if before is None else before + gradient
 
         def true_input(k: int) -> LayerInput:
             layer = segment.layers[k]
@@ -344,8 +348,9 @@ class _Inverting(torch.autograd.Function):
             return LayerInput(layer, exact[k], *(None if v is None else segment.gauge.keep(v) for v in given))
 
         errors.finish(true_input, segment.training)
-        of_parameters = [sums.of(parameter) for parameter in parameters]
-        return None, None, None, grad if wants_x else None, sums.of(cond) if wants_cond else None, *of_parameters
+        of_parameters = [sums.get(id(parameter)) for parameter in parameters]
+        of_cond = sums.get(id(cond)) if wants_cond else None
+        return None, None, None, grad if wants_x else None, of_cond, *of_parameters
 
 
 class _LayerGraph(NamedTuple):
@@ -375,19 +380,3 @@ def _from_output(layer: Recomputes, z: Tensor, cond: Tensor | None, mask: Tensor
     z = z.detach().requires_grad_()
     x, recomputed, logdet = layer.recompute(z, cond, mask)
     return _LayerGraph(x, z, recomputed, logdet)
-
-
-class _Sums:
-    """Gradients added up over the layers that share a tensor."""
-
-    def __init__(self):
-        self.found: dict[int, Tensor] = {}
-
-    def add(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
-        for tensor, gradient in zip(tensors, gradients, strict=True):
-            if gradient is not None:
-                before = self.found.get(id(tensor))
-                self.found[id(tensor)] = gradient if before is None else before + gradient
-
-    def of(self, tensor: Tensor) -> Tensor | None:
-        return self.found.get(id(tensor))
