@@ -100,13 +100,13 @@ class DiscreteFlow(nn.Module):
             return torch.zeros(0, samples, dtype=torch.float64, device=x.device)
         weights = []
         for pieces in _passes(len(x), samples, rows or len(x)):
-            noise = _joined([self._noise(x[part], part, draw, generator) for draw, part in pieces])
+            noise = torch.cat([self._noise(x[part], part, draw, generator) for draw, part in pieces])
             x_here, mask_here, cond_here = (
-                None if value is None else _joined([value[part] for _, part in pieces]) for value in (x, mask, cond)
+                None if value is None else torch.cat([value[part] for _, part in pieces]) for value in (x, mask, cond)
             )
             v, contribution = self.dequantize.with_noise(x_here, noise, mask_here)
             weights.append((self.flow.density(v, cond_here, mask_here) + contribution).double())
-        return _joined(weights).view(samples, len(x)).T
+        return torch.cat(weights).view(samples, len(x)).T
 
     def sample(
         self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
@@ -175,7 +175,6 @@ class NoisyFlow(DiscreteFlow):
     Example:
         >>> from genmodels.flows.bases import StandardNormal
         >>> from genmodels.flows.composition import Compose
-        >>> from genmodels.flows.dequantize import GaussianNoise
         >>> model = NoisyFlow(GaussianNoise(4, 0.6), Flow(Compose([], (1,)), StandardNormal((1,))))
         >>> model.denoise(torch.tensor([[1.0]]))  # 0.36 of the variance of 1 is noise
         tensor([[0.6400]])
@@ -206,10 +205,6 @@ def _passes(items: int, samples: int, rows: int) -> Iterator[list[tuple[int, sli
         stop = min(start + rows, items * samples)
         draws = range(start // items, (stop - 1) // items + 1)
         yield [(k, slice(max(start - k * items, 0), min(stop - k * items, items))) for k in draws]
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ContinuousFlow(nn.Module):
