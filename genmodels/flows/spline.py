@@ -187,9 +187,9 @@ def neural_spline(
         return RationalQuadraticSpline(bins=bins, bound=bound) if transform == "spline" else Affine(changed)
 
     def mixing() -> list[Bijection]:
-        made = {"none": list, "actnorm": lambda: [ActNorm(features)],
-                "lu": lambda: [InvertibleLinear(features, generator=generator)]}
-        return made[mix]()
+        if mix == "lu":
+            return [InvertibleLinear(features, generator=generator)]
+        return [ActNorm(features)] if mix == "actnorm" else []
 
     def coupling(number: int) -> list[Bijection]:
         split = ChannelSplit(features, swap=number % 2 == 1)
@@ -201,5 +201,5 @@ def neural_spline(
         net = MADE(features, each.params_per_dim, hidden=hidden, depth=depth, residual=residual, cond=cond)
         return [*([Flip(features)] if number else []), MaskedAutoregressive(features, each, net)]
 
-    layer = {"coupling": coupling, "autoregressive": autoregressive}[kind]
+    layer = coupling if kind == "coupling" else autoregressive
     return Compose([one for number in range(layers) for one in [*mixing(), *layer(number)]], (features,), memory=memory)
