@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -90,19 +89,6 @@ def require_dtype(module: nn.Module, x: Tensor) -> None:
         raise ValueError(f"x is {names[0]}, but the flow {names[1]}: call {there}, or pass {here}")
 
 
-def require_count(n: int) -> None:
-    """Raise ValueError unless n is an integer from 0 on.
-
-    Example:
-        >>> require_count(-1)
-        Traceback (most recent call last):
-        ...
-        ValueError: n, the number of samples, must be a whole number from 0 on, got -1
-    """
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 0:
-        raise ValueError(f"n, the number of samples, must be a whole number from 0 on, got {n!r}")
-
-
 def label_count(module: nn.Module) -> int | None:
     """The number of classes of a flow's parts that are conditioned on labels; None without such parts.
 
@@ -154,7 +140,6 @@ def frames_together(bijection: Bijection) -> int:
     """How many neighbouring frames the squeezes of a bijection of sequences turn into one: lengths are multiples of it.
 
     Example:
-        >>> from genmodels.flows.composition import Compose
         >>> frames_together(Compose([Squeeze1d(2), Squeeze1d(2)], (3, 8)))
         4
     """
@@ -274,7 +259,7 @@ class Flow(nn.Module):
             length: the length of the events where it is open; by default the length of the mask.
         """
         require_initialized(self.bijection, "Flow.sample")
-        require_count(n)
+        at_least(0, n=n)
         self._check_values(cond, mask)
         if mask is not None and (mask.dim() != 3 or len(mask) != n):
             raise ValueError(f"mask must have a row for each of {n} samples, ({n}, 1, T), got {tuple(mask.shape)}")

@@ -172,7 +172,7 @@ def test_arrays_and_numbers_of_samples():
     with pytest.raises(ValueError, match="mask must be a torch.Tensor"):
         flow.log_prob(torch.zeros(1, 2), torch.tensor([0]), [[True, True]])
     for n in (-1, 2.0):
-        with pytest.raises(ValueError, match="n, the number of samples"):
+        with pytest.raises(ValueError, match="n must be (at least 0|a whole number)"):
             flow.sample(n, torch.tensor([0]), generator=source())
 
 
