@@ -98,12 +98,10 @@ def _linear(layer: nn.Linear, stack: Tensor, batch: int) -> Tensor:
     return y if layer.bias is None else _AddBias.apply(y, layer.bias, batch)
 
 
-def _convolution(convolve: Callable):
-    def rule(layer, stack: Tensor, batch: int) -> Tensor:
-        y = convolve(stack, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
-        return y if layer.bias is None else _AddBias.apply(y, layer.bias.view(-1, *(1,) * (y.dim() - 2)), batch)
-
-    return rule
+def _convolution(layer: nn.Conv1d | nn.Conv2d, stack: Tensor, batch: int) -> Tensor:
+    convolve = conv1d if isinstance(layer, nn.Conv1d) else conv2d
+    y = convolve(stack, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+    return y if layer.bias is None else _AddBias.apply(y, layer.bias.view(-1, *(1,) * (y.dim() - 2)), batch)
 
 
 def _without_bias(layer: nn.Module, stack: Tensor, batch: int) -> Tensor:
@@ -178,26 +176,19 @@ def _tanh(a: Tensor, *, value: bool, third: bool):
     return t if value else None, d1, d2, d3
 
 
-def _activation(derivatives: Callable):
-    def rule(layer: nn.Module, stack: Tensor, batch: int) -> Tensor:
-        return _ActivationJet.apply(stack, batch, derivatives)
-
-    return rule
-
-
 _RULES: dict[type[nn.Module], Callable[[nn.Module, Tensor, int], Tensor]] = {
     nn.Linear: _linear,
-    nn.Conv1d: _convolution(conv1d),
-    nn.Conv2d: _convolution(conv2d),
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
     nn.AvgPool1d: _without_bias,
     nn.AvgPool2d: _without_bias,
     nn.AdaptiveAvgPool1d: _without_bias,
     nn.AdaptiveAvgPool2d: _without_bias,
     nn.Flatten: _without_bias,
     nn.Identity: _without_bias,
-    nn.Softplus: _activation(_softplus),
-    nn.SiLU: _activation(_silu),
-    nn.Tanh: _activation(_tanh),
+    nn.Softplus: lambda layer, stack, batch: _ActivationJet.apply(stack, batch, _softplus),
+    nn.SiLU: lambda layer, stack, batch: _ActivationJet.apply(stack, batch, _silu),
+    nn.Tanh: lambda layer, stack, batch: _ActivationJet.apply(stack, batch, _tanh),
 }
 
 
@@ -235,7 +226,6 @@ _KINKED_FUNCTIONS = {
     for name in ("relu", "relu6", "leaky_relu", "hardtanh", "hardswish", "elu", "celu", "selu", "rrelu", "softsign")
     if hasattr(home, name)
 }
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def smooth_activation(name: str) -> nn.Module:
@@ -269,7 +259,7 @@ def require_independent(network: nn.Module) -> None:
         where = f"layer {name or 'itself'} ({type(layer).__name__})"
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise InputError(f"{where} mixes the examples of a batch: use GroupNorm or none")
-        if isinstance(layer, _DROPOUT) and layer.p > 0:
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise InputError(f"{where} makes the score random: set its probability to 0")
 
 
