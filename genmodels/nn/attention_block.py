@@ -59,7 +59,6 @@ class AttentionBlock(nn.Module):
     Source: Ho et al. 2020, appendix B (the block, around plain attention).
 
     Example:
-        >>> from genmodels.nn.attention import Rotary2d
         >>> x = torch.randn(2, 8, 3, 5)
         >>> bool((AttentionBlock(8, Attention(8, 2, Rotary2d(8, 2)), dims=2)(x) == x).all())
         True
@@ -255,11 +254,6 @@ def _shaw(default: int, **options) -> Callable:
     return _core(position)
 
 
-def _swin(dim: int, heads: int, site: Site) -> Position:
-    # For maps of unknown size, a table for small ones, which is resampled.
-    return Swin2d(dim, heads, size=site.space or (8, 8))
-
-
 def _mel(dim: int, heads: int, site: Site) -> Position:
     if site.space is None:
         raise ValueError("attention = 'mel' has one bias for each pair of frequency bands, and this network takes maps "
@@ -271,7 +265,7 @@ def _mel(dim: int, heads: int, site: Site) -> Position:
 #:   none       no attention
 #:   plain      content only; equivariant to permutations of the positions
 #:   absolute   sinusoids of the position added to the content
-#:   swin2d     learned bias by offset on the map, resampled for maps of other sizes
+#:   swin2d     learned bias by offset on the map (of 8 x 8 where unknown), resampled for maps of other sizes
 #:   rope2d     queries and keys rotated by row and column
 #:   mel        learned bias by pair of rows (frequency bands), rotation by column (time)
 #:   rope       queries and keys rotated by position
@@ -295,7 +289,7 @@ ATTENTION: dict[str, Kind] = {
     "none": Kind(None),
     "plain": Kind(_core()),
     "absolute": Kind(lambda dim, heads, site: AbsoluteAttention(dim, heads, dims=site.dims, dropout=site.dropout)),
-    "swin2d": Kind(_core(_swin), (2,)),
+    "swin2d": Kind(_core(lambda dim, heads, site: Swin2d(dim, heads, size=site.space or (8, 8))), (2,)),
     "rope2d": Kind(_core(lambda dim, heads, site: Rotary2d(dim, heads)), (2,)),
     "mel": Kind(_core(_mel), (2,)),
     "rope": Kind(_core(lambda dim, heads, site: Rotary(dim, heads))),
