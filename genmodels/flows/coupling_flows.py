@@ -92,7 +92,6 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
     Source: Ho et al. 2019, "Flow++", section 3.1.
 
     Example:
-        >>> import torch
         >>> g = dequantisation_flow((1, 4, 4))
         >>> g(torch.randn(2, 1, 4, 4), torch.rand(2, 1, 4, 4))[0].shape
         torch.Size([2, 1, 4, 4])
@@ -145,7 +144,6 @@ def realnvp_image(
     Source: Dinh, Sohl-Dickstein, Bengio 2017, section 3.6.
 
     Example:
-        >>> import torch
         >>> flow = realnvp_image((3, 8, 8), hidden=8, depth=1)
         >>> flow(torch.randn(2, 3, 8, 8))[0].shape
         torch.Size([2, 192])

@@ -181,7 +181,6 @@ class VariationalDequantize(Dequantize):
     Source: Ho et al. 2019 (Flow++), section 3.1.
 
     Example:
-        >>> from genmodels.flows.bijection import Bijection
         >>> class Towards(Bijection):
         ...     uses_cond = True
         ...     def _forward(self, x, cond, mask):

@@ -98,7 +98,6 @@ class MultiScale(Bijection):
     Source: Dinh et al. 2017 (RealNVP), section 3.6.
 
     Example:
-        >>> from genmodels.flows.squeeze import Squeeze2d
         >>> flow = MultiScale([Squeeze2d(), Squeeze2d()], [FactorOut(4)], (1, 4, 4))
         >>> flow.scale_shapes((1, 4, 4)), flow(torch.zeros(2, 1, 4, 4))[0].shape
         ([(2, 2, 2), (8, 1, 1)], torch.Size([2, 16]))

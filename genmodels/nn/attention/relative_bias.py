@@ -250,7 +250,6 @@ class MelPosition(Position):
     of another number of bands.
 
     Example:
-        >>> from genmodels.nn.attention.relative_bias import ALiBi
         >>> position = MelPosition(8, 2, n_freq=3, time=ALiBi(8, 2))
         >>> position.score_bias(torch.randn(1, 2, 12, 4), 0, 0, 12, 12).shape
         torch.Size([1, 2, 12, 12])

@@ -238,7 +238,6 @@ class ScoredAttention(Stepwise):
     Source: Bahdanau et al. 2015, section 3.1.
 
     Example:
-        >>> from genmodels.nn.attention.seq2seq import Location
         >>> attention, memory = ScoredAttention(8, 2, Location(8, 2, kernel=3)), torch.randn(3, 6, 8)
         >>> keys, state = attention.keys(memory), attention.start(memory)
         >>> context, weights, state = attention.step(torch.randn(3, 8), memory, keys, state)
