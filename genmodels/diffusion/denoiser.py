@@ -65,10 +65,7 @@ class OnPath(AtAnyTime):
         """The lowest log-SNR the network was trained at; it treats noisier x as if at this one."""
         return self.denoiser.schedule.end_points[1]
 
-    def at_log_snr(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None) -> Prediction:
         return self.denoiser.at_log_snr(x, log_snr.clamp(min=self.noisiest), cond, mask, estimate)
 
 
@@ -116,10 +113,7 @@ class Denoiser(AtAnyTime):
     def _repr_html_(self) -> str:
         return module_table(self, parameterisation=type(self.parameterisation).__name__)
 
-    def at_log_snr(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None) -> Prediction:
         seen = self.parameterisation.scale_input(x, log_snr)
         if self.self_conditioning:
             seen = torch.cat([seen, torch.zeros_like(x) if estimate is None else estimate.to(seen)], 1)
@@ -190,10 +184,7 @@ class FlowMap(Denoiser):
         output = self.mean_velocity(x_t, t, t if until is None else until, cond, mask)
         return self.parameterisation.to_prediction(output, x, log_snr).along(self.schedule, t)
 
-    def at_log_snr(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None) -> Prediction:
         return self(x, self.schedule.time_of(log_snr), cond, mask)
 
     def mean_velocity(

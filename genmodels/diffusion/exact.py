@@ -30,10 +30,7 @@ class _ExactDenoiser(AtAnyTime):
         self.schedule, self.parameterisation = schedule, parameterisation or V()
         self.parameterisation.check(schedule)
 
-    def at_log_snr(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None) -> Prediction:
         log_snr = log_snr.to(x.device)
         wide = x.double()
         x0, score = self._moments(wide, log_snr)

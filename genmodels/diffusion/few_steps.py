@@ -81,10 +81,7 @@ class Consistency(Simple):
         stage = min(int(self.progress * self.stages), self.stages - 1)
         return r * (1 - (1 + 8 * torch.sigmoid(-r)) / 2**stage).clamp(min=0)
 
-    def at_times(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         t = times_of(denoiser.schedule, u)
         noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t).clamp(min=NOISIEST)
         r_t = torch.exp(-log_snr_t / 2)
@@ -196,10 +193,7 @@ class ProgressiveDistillation(Simple):
             raise InputError("weighting: the chosen one is nearly 0 at the noisy end of the path, where every sample "
                              "begins: choose none")
 
-    def at_times(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         t = step_above(u, self.steps) / self.steps
         log_snr = denoiser.schedule.log_snr(t)
         x_t = q_sample(x0, log_snr, self.noise(x0, cond, generator))
@@ -269,10 +263,7 @@ class FlowMapMatching(FlowMatching):
         if not isinstance(denoiser, FlowMap):
             raise InputError("steps are learned by a network of two times: take a FlowMap as the denoiser")
 
-    def at_times(
-        self, denoiser: FlowMap, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         noise = self.noise(x0, cond, generator)
         t, s = self.ends(u, generator)
         x_t, velocity = x0 + expand(t, x0) * (noise - x0), noise - x0
@@ -333,10 +324,7 @@ class Shortcut(FlowMapMatching):
         t = length * ((place / length).floor() + 1)
         return torch.where(chosen < self.share, t, u), torch.where(chosen < self.share, t - length, u)
 
-    def target(
-        self, denoiser: FlowMap, x_t: Tensor, t: Tensor, s: Tensor, velocity: Tensor, cond: Tensor | None,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def target(self, denoiser, x_t, t, s, velocity, cond, mask) -> Tensor:
         d = (t - s) / 2
         step = torch.where(d * self.finest > 1, d, 0)
         first = denoiser.mean_velocity(x_t, t, t - step, cond, mask)
@@ -388,10 +376,7 @@ class MeanFlow(FlowMapMatching):
         t = torch.where(apart, torch.maximum(one, other), one)
         return t, torch.where(apart, torch.minimum(one, other), one)
 
-    def target(
-        self, denoiser: FlowMap, x_t: Tensor, t: Tensor, s: Tensor, velocity: Tensor, cond: Tensor | None,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def target(self, denoiser, x_t, t, s, velocity, cond, mask) -> Tensor:
         def u(x: Tensor, at: Tensor) -> Tensor:
             return denoiser.mean_velocity(x, at, s, cond, mask)
 

@@ -132,10 +132,7 @@ class BetweenData(Denoiser):
     Errors: reading the score of a prediction, which is -eps/sigma for Gaussian noise alone.
     """
 
-    def at_log_snr(
-        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None) -> Prediction:
         found = super().at_log_snr(x, log_snr, cond, mask, estimate)
         found._score = _no_score
         return found
@@ -173,10 +170,7 @@ class FlowMatching(Simple):
         super().__init__(time_sampler=time_sampler)
         self.coupling = coupling or Coupling()
 
-    def __call__(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, rank: int = 0, world: int = 1,
-        mask: Tensor | None = None,
-    ) -> ObjectiveOutput:
+    def __call__(self, denoiser, x0, cond, generator, rank=0, world=1, mask=None) -> ObjectiveOutput:
         pairs = isinstance(self.coupling, Coupling) and self.coupling.name != "independent"
         if pairs and mask is not None and bool((mask != mask[:1]).any()):
             # Long sequences would get wider noise than short ones; samples of any length start from N(0, I).

@@ -178,10 +178,7 @@ class Simple(Objective):
         super().__init__(decoder, times, time_sampler=time_sampler)
         self.weighting = make_weighting(weighting)
 
-    def at_times(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         t = times_of(denoiser.schedule, u)
         noise = self.noise(x0, cond, generator)
         log_snr = denoiser.schedule.log_snr(t)
@@ -235,10 +232,7 @@ class Vlb(Objective):
         self.need_bound()
         self.variance = variance_function(variance)
 
-    def at_times(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         times = self.times.to(x0.device, torch.float64)
         log_snr = check_grid(denoiser.schedule, times)
         num_terms = len(times) - 1
@@ -309,10 +303,7 @@ class Hybrid(Simple):
         if not denoiser.learned_variance:
             raise InputError("the hybrid loss trains the variance of the kernels: choose variance = learned")
 
-    def at_times(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         times = self.times.to(x0.device, torch.float64)
         log_snr = check_grid(denoiser.schedule, times)
         k = step_above(u, len(times)).long() - 1
@@ -363,10 +354,7 @@ class Continuous(Objective):
         if getattr(denoiser, "learned_variance", False):
             raise InputError("in continuous time the variance of the kernels plays no part: choose beta or beta_tilde")
 
-    def at_times(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
-        mask: Tensor | None,
-    ) -> ObjectiveOutput:
+    def at_times(self, denoiser, x0, cond, generator, u, weight, mask) -> ObjectiveOutput:
         schedule, first = denoiser.schedule, float(self.times[0])
         if first and is_learned(schedule):  # the time of a fixed noise level, which training would else make noisier
             finest = torch.tensor(self.decoder.finest_log_snr, dtype=torch.float64)
