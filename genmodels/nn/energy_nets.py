@@ -291,7 +291,7 @@ class UNetEnergy(nn.Module):
         spread: float = 1.0,
     ):
         super().__init__()
-        one_of("form", form, _FORMS)
+        one_of("form", form, ("residual", "product"))
         check_heads(attention, heads, 4)
         if attention == "hard":
             raise InputError("attention = hard has in training the gradient of a softmax, not its own: the score of an "
@@ -308,14 +308,9 @@ class UNetEnergy(nn.Module):
         # The fused kernels of attention have no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
             f = self.unet(x, x.new_zeros(len(x)), cond, mask)
-        energy = _FORMS[self.form](x, f)
+        parts = 0.5 * (x - f).square() if self.form == "residual" else x * f
+        energy = parts.flatten(1).sum(1)
         return energy if self.confinement is None else energy + self.confinement(x)
-
-
-_FORMS = {
-    "residual": lambda x, f: 0.5 * (x - f).square().flatten(1).sum(1),
-    "product": lambda x, f: (x * f).flatten(1).sum(1),
-}
 
 
 class DeepKernelEnergy(nn.Module):
