@@ -201,10 +201,9 @@ class UNet(nn.Module):
     def _check_size(self, space: Sequence[int]) -> None:
         smallest = min(space)
         if smallest < 2 ** (self.levels - 1):
-            legal = smallest.bit_length()
             raise ValueError(
-                f"events of size {'x'.join(str(n) for n in space)} are too small for {self.levels} levels: "
-                f"give multipliers with at most {legal} entries"
+                f"events of size {'x'.join(map(str, space))} are too small for {self.levels} levels: "
+                f"give multipliers with at most {smallest.bit_length()} entries"
             )
 
 
@@ -226,10 +225,9 @@ def _attending_levels(size: int, levels: int, attention_at: Sequence[int] | None
     if attention_at is None:
         return {levels - 1}
     attention_at = list(attention_at)
-    unknown = [n for n in attention_at if n not in sizes]
-    if unknown:
-        legal = ", ".join(str(n) for n in sizes)
-        raise ValueError(f"attention_at = {unknown[0]} is the size of no level: choose from {legal}")
+    for n in attention_at:
+        if n not in sizes:
+            raise ValueError(f"attention_at = {n} is the size of no level: choose from {', '.join(map(str, sizes))}")
     return {level for level, n in enumerate(sizes) if n in attention_at}
 
 
