@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import at_least, check_temperature
 from genmodels.core.random import Generator, normal, uniform
-from genmodels.core.tensors import event_sum, hide
+from genmodels.core.tensors import event_sum, hide, wide
 from genmodels.flows.bijection import Shape, as_shape, fits
 from genmodels.flows.elementwise import bounded
 
@@ -44,11 +44,9 @@ class Distribution(nn.Module):
         """Log-density of each event, (B,)."""
         self._fit(tuple(z.shape[1:]))
         self._check_cond(cond, len(z))
-        if z.dtype not in (torch.float32, torch.float64):
-            z = z.float()
         if mask is not None and mask.dtype != torch.bool:
             raise ValueError(f"{type(self).__name__}: mask must be boolean (True = valid), got {mask.dtype}")
-        return self._log_prob(hide(z, mask), cond, mask)
+        return self._log_prob(hide(wide(z), mask), cond, mask)
 
     def sample(
         self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import an
-from genmodels.core.tensors import hide
+from genmodels.core.tensors import hide, wide
 
 _UNDOING = ContextVar("_UNDOING", default=False)
 
@@ -179,8 +179,7 @@ class Bijection(nn.Module):
             raise ValueError(f"{type(self).__name__} takes a torch.Tensor, got {type(x).__name__}")
         fitting(tuple(x.shape[1:]))
         self._check_cond(cond)
-        if x.dtype not in (torch.float32, torch.float64):
-            x = x.float()
+        x = wide(x)
         if mask is None:
             return x
         require_mask(type(self).__name__, mask, x)

@@ -85,9 +85,7 @@ class DataInitialized(Channelwise):
             yield name or type(self).__name__
 
     @torch.no_grad()
-    def initialize(
-        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
-    ) -> None:
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
         kind = type(self).__name__
         here = f"{self.place} ({kind})" if self.place else kind
         if self.ready and not force:
