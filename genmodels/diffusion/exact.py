@@ -17,11 +17,11 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.diffusion.denoiser import AtAnyTime
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V
-from genmodels.diffusion.path import Path, alpha_sigma, expand, posterior, q_sample
+from genmodels.diffusion.path import Path, alpha_sigma, expand, posterior
 
 
 class _ExactDenoiser(AtAnyTime):
-    """Base of the exact denoisers: predictions from `_moments`, densities and draws of the noised marginals."""
+    """Base of the exact denoisers: predictions from `_moments`, and densities of the noised marginals."""
 
     event_shape: torch.Size
 
@@ -65,11 +65,6 @@ class _ExactDenoiser(AtAnyTime):
     def sample(self, n: int, generator: Generator) -> Tensor:
         """(n, *event) float64 draws of the data."""
         raise NotImplementedError
-
-    def sample_marginal(self, n: int, t: Tensor, generator: Generator) -> Tensor:
-        """(n, *event) float64 draws of the noised marginal at time t."""
-        x0 = self.sample(n, generator)
-        return q_sample(x0, self.schedule.log_snr(t), normal(x0.shape, generator, dtype=torch.float64))
 
 
 class GaussianDenoiser(_ExactDenoiser):

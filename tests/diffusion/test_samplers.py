@@ -25,6 +25,7 @@ from genmodels.diffusion import (
     UniPCSampler,
     V,
     karras,
+    noised_start,
     posterior_variance,
     renoise,
     sample,
@@ -278,8 +279,8 @@ def test_edm_returns_to_the_level_it_names():
             return super().forward(x, t, cond, mask)
 
     denoiser = Watched(CosineSchedule(), torch.zeros(2, dtype=torch.float64), 0.25)
-    n, t = 20_000, torch.tensor(0.5, dtype=torch.float64)
-    x = denoiser.sample_marginal(n, t.expand(n), seeded())
+    n, t, source = 20_000, torch.tensor(0.5, dtype=torch.float64), seeded()
+    x = noised_start(denoiser.schedule, denoiser.sample(n, source), 0.5, source)
     EDMSampler(10, churn=2.0)(denoiser, x, t, t / 2, None, keyed(n))
     seen, time = asked[0]
     level = denoiser.schedule.sigma_bar(torch.tensor([time, float(t)]).double())
