@@ -21,7 +21,7 @@ from genmodels.diffusion.path import Path, alpha_sigma, expand, posterior
 
 
 class _ExactDenoiser(AtAnyTime):
-    """Base of the exact denoisers: predictions from `_moments`, and densities of the noised marginals."""
+    """Base of the exact denoisers: predictions from `_moments`, densities of noised marginals."""
 
     event_shape: torch.Size
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError, one_of, positive
 from genmodels.core.random import Generator, child, uniform
 from genmodels.diffusion.denoiser import Denoiser
-from genmodels.diffusion.objectives import ObjectiveOutput, Simple
+from genmodels.diffusion.objectives import Simple
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V, Velocity
 from genmodels.diffusion.path import LinearPath, Path
 from genmodels.diffusion.schedule import CosineSchedule, NoiseSchedule
@@ -170,7 +170,7 @@ class FlowMatching(Simple):
         super().__init__(time_sampler=time_sampler)
         self.coupling = coupling or Coupling()
 
-    def __call__(self, denoiser, x0, cond, generator, rank=0, world=1, mask=None) -> ObjectiveOutput:
+    def __call__(self, denoiser, x0, cond, generator, rank=0, world=1, mask=None):
         pairs = isinstance(self.coupling, Coupling) and self.coupling.name != "independent"
         if pairs and mask is not None and bool((mask != mask[:1]).any()):
             # Long sequences would get wider noise than short ones; samples of any length start from N(0, I).

@@ -200,7 +200,8 @@ class VariationalDequantize(Dequantize):
         noise = hide(noise, mask)
         a, logdet = self.bijection(noise, self._condition(x, mask), mask)
         log_normal = -0.5 * noise.square() - 0.5 * math.log(2 * math.pi)
-        return torch.sigmoid(a), event_sum(log_normal - logsigmoid(a) - logsigmoid(-a), mask) - logdet
+        log_q = event_sum(log_normal - logsigmoid(a) - logsigmoid(-a), mask) - logdet
+        return torch.sigmoid(a), log_q
 
     def _condition(self, x: Tensor, mask: Tensor | None) -> Tensor:
         return hide(2 * x.to(self.low.dtype) / (self.levels - 1) - 1, mask)

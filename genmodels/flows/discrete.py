@@ -100,11 +100,12 @@ class DiscreteFlow(nn.Module):
             return torch.zeros(0, samples, dtype=torch.float64, device=x.device)
         weights = []
         for pieces in _passes(len(x), samples, rows or len(x)):
-            noise = torch.cat([self._noise(x[part], part, draw, generator) for draw, part in pieces])
+            noise = [self._noise(x[part], part, draw, generator) for draw, part in pieces]
             x_here, mask_here, cond_here = (
-                None if value is None else torch.cat([value[part] for _, part in pieces]) for value in (x, mask, cond)
+                None if value is None else torch.cat([value[part] for _, part in pieces])
+                for value in (x, mask, cond)
             )
-            v, contribution = self.dequantize.with_noise(x_here, noise, mask_here)
+            v, contribution = self.dequantize.with_noise(x_here, torch.cat(noise), mask_here)
             weights.append((self.flow.density(v, cond_here, mask_here) + contribution).double())
         return torch.cat(weights).view(samples, len(x)).T
 

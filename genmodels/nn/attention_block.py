@@ -265,7 +265,7 @@ def _mel(dim: int, heads: int, site: Site) -> Position:
 #:   none       no attention
 #:   plain      content only; equivariant to permutations of the positions
 #:   absolute   sinusoids of the position added to the content
-#:   swin2d     learned bias by offset on the map (of 8 x 8 where unknown), resampled for maps of other sizes
+#:   swin2d     learned bias by offset on the map (8 x 8 if unknown), resampled for other sizes
 #:   rope2d     queries and keys rotated by row and column
 #:   mel        learned bias by pair of rows (frequency bands), rotation by column (time)
 #:   rope       queries and keys rotated by position
@@ -289,7 +289,9 @@ ATTENTION: dict[str, Kind] = {
     "none": Kind(None),
     "plain": Kind(_core()),
     "absolute": Kind(lambda dim, heads, site: AbsoluteAttention(dim, heads, dims=site.dims, dropout=site.dropout)),
-    "swin2d": Kind(_core(lambda dim, heads, site: Swin2d(dim, heads, size=site.space or (8, 8))), (2,)),
+    "swin2d": Kind(
+        _core(lambda dim, heads, site: Swin2d(dim, heads, size=site.space or (8, 8))), (2,)
+    ),
     "rope2d": Kind(_core(lambda dim, heads, site: Rotary2d(dim, heads)), (2,)),
     "mel": Kind(_core(_mel), (2,)),
     "rope": Kind(_core(lambda dim, heads, site: Rotary(dim, heads))),

@@ -189,11 +189,11 @@ class ResidualBlock(nn.Module):
 
 
 class NarrowConv2d(nn.Conv2d):
-    """A padded 3x3 convolution to very few channels: one product per position, then the sum of nine shifted maps.
+    """A padded 3x3 convolution to few channels: a product per position, a sum of nine shifted maps.
 
         y[o, p] = b[o] + sum_tap (w[o, :, tap] . x[:, p + tap])
 
-    On a CPU it takes about a third of the time of torch's convolution for one to three output channels.
+    On a CPU it takes about a third of the time of torch's convolution for up to three channels.
 
     Example:
         >>> NarrowConv2d(8, 3, 3, padding=1)(torch.zeros(1, 8, 4, 5)).shape

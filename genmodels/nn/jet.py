@@ -100,8 +100,12 @@ def _linear(layer: nn.Linear, stack: Tensor, batch: int) -> Tensor:
 
 def _convolution(layer: nn.Conv1d | nn.Conv2d, stack: Tensor, batch: int) -> Tensor:
     convolve = conv1d if isinstance(layer, nn.Conv1d) else conv2d
-    y = convolve(stack, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
-    return y if layer.bias is None else _AddBias.apply(y, layer.bias.view(-1, *(1,) * (y.dim() - 2)), batch)
+    y = convolve(
+        stack, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups
+    )
+    if layer.bias is None:
+        return y
+    return _AddBias.apply(y, layer.bias.view(-1, *(1,) * (y.dim() - 2)), batch)
 
 
 def _without_bias(layer: nn.Module, stack: Tensor, batch: int) -> Tensor:

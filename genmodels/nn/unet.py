@@ -202,8 +202,8 @@ class UNet(nn.Module):
         smallest = min(space)
         if smallest < 2 ** (self.levels - 1):
             raise ValueError(
-                f"events of size {'x'.join(map(str, space))} are too small for {self.levels} levels: "
-                f"give multipliers with at most {smallest.bit_length()} entries"
+                f"events of size {'x'.join(map(str, space))} are too small for {self.levels} "
+                f"levels: give multipliers with at most {smallest.bit_length()} entries"
             )
 
 
@@ -227,7 +227,8 @@ def _attending_levels(size: int, levels: int, attention_at: Sequence[int] | None
     attention_at = list(attention_at)
     for n in attention_at:
         if n not in sizes:
-            raise ValueError(f"attention_at = {n} is the size of no level: choose from {', '.join(map(str, sizes))}")
+            raise ValueError(f"attention_at = {n} is the size of no level: choose from "
+                             f"{', '.join(map(str, sizes))}")
     return {level for level, n in enumerate(sizes) if n in attention_at}
 
 

@@ -106,7 +106,8 @@ def base(s: FlowSubject) -> Measured:
     others = normal.mean + normal.stddev * torch.randn(first.shape, generator=torch.Generator().manual_seed(0)).to(z)
     excess = {}
     for name, points, sign in (("its density at its samples", own, -1), ("its density elsewhere", others, 1)):
-        ratio = base.log_prob(points, None if cond is None else cond[:n]) - event_sum(normal.log_prob(points))
+        ratio = base.log_prob(points, None if cond is None else cond[:n])
+        ratio = ratio - event_sum(normal.log_prob(points))
         ratio = (sign * ratio).clamp(min=-1e4)  # where the base has no density
         beyond = float(ratio.mean() - 4 * ratio.std() / math.sqrt(n))
         excess[name] = max(0.0, beyond) if math.isfinite(beyond) else math.inf

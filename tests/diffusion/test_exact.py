@@ -104,7 +104,8 @@ def test_mean_by_brute_force(kind):
 
 @pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
 def test_draws_have_the_density_s_moments(kind):
-    denoiser, n, source = exact_denoisers(CosineSchedule())[kind], 100_000, torch.Generator().manual_seed(4)
+    denoiser, n = exact_denoisers(CosineSchedule())[kind], 100_000
+    source = torch.Generator().manual_seed(4)
     x = noised_start(denoiser.schedule, denoiser.sample(n, source), 0.3, source)
     # The mean of the score over the true density is 0, of x score^T it is -I: five standard errors.
     score = denoiser(x, torch.tensor([0.3]).expand(n)).score

@@ -165,7 +165,8 @@ class NoSigmoid(VariationalDequantize):
 
     def _spread(self, x, noise, mask):
         a, logdet = self.bijection(noise, self._condition(x, mask), mask)
-        return torch.sigmoid(a), event_sum(-0.5 * noise.square() - 0.5 * math.log(2 * math.pi)) - logdet
+        log_normal = event_sum(-0.5 * noise.square() - 0.5 * math.log(2 * math.pi))
+        return torch.sigmoid(a), log_normal - logdet
 
 
 def test_density_of_the_noise():

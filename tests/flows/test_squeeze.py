@@ -151,7 +151,7 @@ def test_open_lengths():
 @pytest.mark.parametrize("make", [lambda: Squeeze2d(order="spiral"), lambda: Squeeze2d(3, order="alternative"),
                                   lambda: Squeeze2d(0), lambda: Squeeze1d(0), lambda: PadToMultiple(0)])  # fmt: skip
 def test_options_that_do_not_exist(make):
-    with pytest.raises(ValueError, match="Squeeze|PadToMultiple|order must be one of|factor must be at least 1"):
+    with pytest.raises(ValueError, match="Squeeze2d|order must|factor must be at least 1"):
         make()
 
 

@@ -13,7 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, SpatialAttention, UNet, attention
 from genmodels.nn.attention import Attention
-from genmodels.nn.attention_block import CAUSAL, AbsoluteAttention, Site, make_attention, make_mechanism
+from genmodels.nn.attention_block import (
+    CAUSAL,
+    AbsoluteAttention,
+    Site,
+    make_attention,
+    make_mechanism,
+)
 from genmodels.nn.energy_nets import UNetEnergy
 from genmodels.verification.attention_reference import reference_attention
 

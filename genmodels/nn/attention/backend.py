@@ -128,7 +128,7 @@ def build_mask(
         q0, k0: absolute indices of the first query and of the first key.
         causal, window, chunk: see `Reach`.
         trigger: `(t (B, Lq), delay)`: a query attends to keys up to absolute index t + delay.
-        padding: `(B, 1, Lk)` bool, True = valid key; the mask is on the device of padding or trigger.
+        padding: `(B, 1, Lk)` bool, True = valid key. The mask is on its device, or on that of t.
 
     Errors: ValueError for a negative window or delay, a size below 1, a padding that is not bool or does not fit.
     Source: chunks: Zhang et al. 2020 (U2), section 3.2; triggers: Moritz et al. 2019, section 2.
@@ -138,7 +138,8 @@ def build_mask(
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    device = padding.device if padding is not None else None if trigger is None else trigger[0].device
+    given = padding if trigger is None or padding is not None else trigger[0]
+    device = None if given is None else given.device
     i = torch.arange(q0, q0 + Lq, device=device)[:, None]
     j = torch.arange(k0, k0 + Lk, device=device)
     allowed = Reach(causal, window, chunk).allowed(i, j)[None, None]

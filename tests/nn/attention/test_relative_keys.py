@@ -75,8 +75,9 @@ def test_nothing_grows_with_length_squared_times_width():
     assert largest <= 2 * 4 * heads * L * L < 4 * L * L * d
 
 
-@pytest.mark.parametrize("options, words", [({"K": -1}, "cannot be negative"),
-                                            ({"outside": "mirror"}, "outside must be one of")])  # fmt: skip
+@pytest.mark.parametrize("options, words", [
+    ({"K": -1}, "cannot be negative"), ({"outside": "mirror"}, "outside must be one of"),
+])  # fmt: skip
 def test_errors(options, words):
     with pytest.raises(ValueError, match=words):
         Shaw(8, 2, **options)
