@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,8 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import seed_of
 from genmodels.data.clips import Recording
 from genmodels.data.loading import ResumableBatchSampler, one_process
+from genmodels.speech.audio import FLOOR
 
-#: The value of padding: silence.
-FLOOR = math.log(1e-5)
 _MEMORY = 512 * 2**20  # bytes of mels up to which a split is held in memory
 #: Batches are padded to a multiple of so many frames and tokens, because convolutions on the CPU are prepared for every
 #: new length: with few lengths a step of Glow-TTS took 0.7 s instead of 2.3 s.

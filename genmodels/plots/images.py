@@ -14,6 +14,7 @@ from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
+from genmodels.speech.audio import FLOOR
 
 LEGIBLE = 64  # smallest height of an image in a grid, in pixels
 _LINE, _MARGIN = 15, 8  # pixels of a line of text, and around the number of a row
@@ -202,7 +203,7 @@ def class_name(spec: DataSpec, label: int) -> str:
     return str(spec.class_names[label]) if spec.class_names else str(label)
 
 
-_LOWEST, _HIGHEST = math.log(1e-5), 2.0  # range of log-mels, so that colours are the same in every picture
+_LOWEST, _HIGHEST = FLOOR, 2.0  # range of log-mels, so that colours are the same in every picture
 _FONT_SIZE = 10  # points
 
 

@@ -218,7 +218,9 @@ class MelConfig:
 
 
 _FLOOR = 1e-9  # under the root of the magnitude, whose slope is infinite at zero
-_CLAMP = 1e-5  # silence is log 1e-5 = -11.5129
+_CLAMP = 1e-5
+#: A log-mel of silence, -11.5129.
+FLOOR = math.log(_CLAMP)
 
 
 def slaney_mel(frequency: np.ndarray | float) -> np.ndarray:

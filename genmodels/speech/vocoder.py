@@ -15,13 +15,11 @@ from torch.nn.functional import fold, leaky_relu, pad
 
 from genmodels.core.errors import InputError, with_class
 from genmodels.core.random import Generator, KeyedGenerator, uniform
-from genmodels.speech.audio import MelConfig, filter_bank, fourier
+from genmodels.speech.audio import FLOOR, MelConfig, filter_bank, fourier
 
 if TYPE_CHECKING:
     from genmodels.speech.streaming import Vocoder
 
-#: A log-mel of silence.
-FLOOR = math.log(1e-5)
 _SLOPE = 0.1
 
 
