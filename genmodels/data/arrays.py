@@ -18,7 +18,7 @@ from torch import Tensor
 from genmodels.core.data import DataSpec, require_precision
 from genmodels.core.errors import InputError, counted, none_or_at_least, one_of
 from genmodels.data.base import SPLITS, DataModule, data_root, mixed, split_fractions, split_rows, spread_rows
-from genmodels.data.image_folder import SPLIT_NAMES
+from genmodels.data.image_folder import SPLIT_NAMES, in_one_line
 from genmodels.data.loading import BatchDataset, MappedArray, MappedData, TensorData
 
 _BLOCK = 2**22
@@ -41,8 +41,8 @@ def read_arrays(path: Path, key: str) -> dict[str, np.ndarray]:
     except InputError:
         raise
     except Exception as error:  # the readers of damaged files raise errors of many classes
-        reason = " ".join(str(error).split()) + ": save it as UTF-8" * isinstance(error, UnicodeError)
-        raise InputError(f"{where} cannot be read: {reason or type(error).__name__}") from None
+        advice = ": save it as UTF-8" * isinstance(error, UnicodeError)
+        raise InputError(f"{where} cannot be read: {in_one_line(error)}{advice}") from None
 
 
 def _read_npy(path: Path) -> dict[str, MappedArray]:

@@ -115,8 +115,11 @@ def try_decode(file: Path | BinaryIO, size: int, channels: int) -> Tensor | str:
 def _reason(file: Path | BinaryIO, error: Exception) -> str:
     if isinstance(file, Path) and file.is_file() and file.stat().st_size == 0:
         return "empty file"
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image"
+    return "not an image" if isinstance(error, Image.UnidentifiedImageError) else in_one_line(error)
+
+
+def in_one_line(error: Exception) -> str:
+    """The whole message of an error on one line, or its class if there is none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -24,7 +24,7 @@ from genmodels.core.errors import InputError, RunError, counted, none_or_at_leas
 from genmodels.core.files import cache_folder, checksum, write_whole
 from genmodels.data.arrays import ItemKind, kind_of_items
 from genmodels.data.base import SPLITS, DataModule, data_root, rows_of_splits, split_fractions
-from genmodels.data.image_folder import SPLIT_NAMES, in_threads, listed, try_decode
+from genmodels.data.image_folder import SPLIT_NAMES, in_one_line, in_threads, listed, try_decode
 from genmodels.data.loading import ResumableBatchSampler
 from genmodels.data.tars import Index, Storage, index_of, name_of
 from genmodels.data.utterances import BucketedBatchSampler, multiple_of, padded_mels, text_condition
@@ -150,7 +150,7 @@ class ShardData(Dataset):
         try:
             return self.form.item(self.index.kinds[kind], content)
         except Exception as error:  # decoders raise all kinds of exceptions for damaged files
-            return " ".join(str(error).split()) or type(error).__name__
+            return in_one_line(error)
 
     def where(self, position: int) -> str:
         """The name of an item in messages."""
@@ -300,7 +300,7 @@ class Shards(DataModule):
             try:
                 array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
             except ValueError as error:
-                wrong = " ".join(str(error).split())
+                wrong = in_one_line(error)
                 continue
             kind = kind_of_items(array[None], self.layout, self.levels, where)
             return ItemForm(DataSpec(name, kind.event((1, *array.shape)), kind.levels, classes), kind)
@@ -378,7 +378,7 @@ def _extent(content: bytes) -> str:
         with Image.open(io.BytesIO(content)) as image:
             return f"{image.height} x {image.width}"
     except Exception as error:  # as for `try_decode`
-        return f"damaged ({' '.join(str(error).split())})"
+        return f"damaged ({in_one_line(error)})"
 
 
 def splits_of(shards: Sequence[str]) -> Tensor | None:

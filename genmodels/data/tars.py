@@ -28,7 +28,7 @@ import numpy as np
 
 from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import cache_folder, write_whole
-from genmodels.data.image_folder import SUFFIXES
+from genmodels.data.image_folder import SUFFIXES, in_one_line
 
 INDEX_NAME = ".genmodels-shards.npz"
 _OPEN_FILES = 64
@@ -67,7 +67,7 @@ class Storage:
         try:
             return fsspec.core.url_to_fs(self.address, **self.options)
         except Exception as error:  # each protocol has its own kinds
-            raise InputError(f"data.root={self.address}: {_line(error)}") from None
+            raise InputError(f"data.root={self.address}: {in_one_line(error)}") from None
 
     @property
     def system(self):
@@ -105,7 +105,7 @@ class Storage:
         except FileNotFoundError:
             found = {}
         except Exception as error:
-            raise InputError(f"data.root={self.address} cannot be read: {_line(error)}") from None
+            raise InputError(f"data.root={self.address} cannot be read: {in_one_line(error)}") from None
         shards, packed = {}, None
         for path, info in sorted(found.items()):
             name = path.removeprefix(self.folder).lstrip("/")
@@ -128,7 +128,7 @@ class Storage:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise RunError(f"{self.path(name)} cannot be read: {_line(error)}") from None
+            raise RunError(f"{self.path(name)} cannot be read: {in_one_line(error)}") from None
 
     def open(self, name: str):
         """A file for reading from its beginning."""
@@ -148,10 +148,10 @@ class Storage:
             try:
                 found = self.system.cat_ranges(list(paths), list(starts), ends, on_error="return")
             except Exception as error:  # of a cache, which does not return it as others do
-                raise RunError(f"{self.address} can no longer be read: {_line(error)}") from None
+                raise RunError(f"{self.address} can no longer be read: {in_one_line(error)}") from None
         for (name, _, size), block in zip(wanted, found, strict=True):
             if isinstance(block, Exception):
-                raise RunError(f"{self.path(name)} can no longer be read: {_line(block)}")
+                raise RunError(f"{self.path(name)} can no longer be read: {in_one_line(block)}")
             if len(block) != size:
                 raise RunError(f"{self.path(name)} can no longer be read: it is shorter than it was")
         return found
@@ -165,10 +165,6 @@ class Storage:
             return os.pread(self._files[name].fileno(), size, start)  # no position that processes would share
         except OSError as error:
             return error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 #: One item of the index: its shard, the kind of its file, where that is, and its class (-1 for none).
@@ -214,7 +210,7 @@ def members(file) -> Iterator[tuple[str, int, int]]:
                 member = tar.next()
             end = tar.offset
     except (tarfile.TarError, EOFError) as error:
-        raise ValueError(f"it is truncated or no uncompressed tar ({_line(error)})") from None
+        raise ValueError(f"it is truncated or no uncompressed tar ({in_one_line(error)})") from None
     file.seek(end)
     mark = file.read(_BLOCK)
     if len(mark) < _BLOCK:
@@ -345,7 +341,7 @@ def _scan_all(storage: Storage, names: list[str], field: str | None, label: str)
         except ValueError as error:
             return str(error)
         except OSError as error:
-            return f"it cannot be read: {_line(error)}"
+            return f"it cannot be read: {in_one_line(error)}"
 
     kinds: dict[str, int] = {}
     parts, bad = [np.empty(0, ITEM)], {}
