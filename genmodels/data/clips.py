@@ -287,22 +287,18 @@ class MelFiles:
 
     Arguments:
         config: settings of the mels.
-        folder: of the cached files; the user's cache if None.
 
     Example:
-        >>> import tempfile
-        >>> from genmodels.data.clips import read_clips
-        >>> with tempfile.TemporaryDirectory() as kept:
-        ...     found = MelFiles(MelConfig(), Path(kept)).read(read_clips("embedded", None)[0].path)
-        ...     found.rate, found.samples, found.frames, found.mel().shape
+        >>> found = MelFiles(MelConfig()).read(read_clips("embedded", None)[0].path)
+        >>> found.rate, found.samples, found.frames, found.mel().shape
         (22050, 41885, 163, torch.Size([80, 163]))
     """
 
-    def __init__(self, config: MelConfig, folder: Path | None = None):
+    def __init__(self, config: MelConfig):
         self.config = config
         settings = json.dumps({"format": FORMAT, **asdict(config)}, sort_keys=True)
         name = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
-        self.folder = (cache_folder() / "mels" if folder is None else folder) / name
+        self.folder = cache_folder() / "mels" / name
 
     def place(self, path: Path) -> tuple[str, Path]:
         """The hash of a recording's content, and the path of its cached mel.
