@@ -32,11 +32,9 @@ class Density(Protocol):
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
         """(n, 2) independent draws."""
-        ...
 
     def log_prob(self, x: Tensor) -> Tensor:
         """(N,) log-density in nats at (N, 2) points, -inf outside the support."""
-        ...
 
 
 def uniform(n: int, generator: torch.Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -302,16 +300,12 @@ class Pinwheel:
         return torch.where(total > 0, top + total.log(), -math.inf)
 
 
-def _one(t: Tensor) -> Tensor:
-    return torch.ones_like(t)
-
-
 def _moon(upper: bool) -> Arm:
     def curve(t):
         points = (t.cos(), t.sin()) if upper else (1 - t.cos(), 0.5 - t.sin())
         return torch.stack(points, dim=1)
 
-    return Arm(0.0, math.pi, curve, lambda t: _one(t) / math.pi, lambda u: math.pi * u)
+    return Arm(0.0, math.pi, curve, lambda t: torch.full_like(t, 1 / math.pi), lambda u: math.pi * u)
 
 
 def _spiral(sign: float, width: float = 0.0) -> Arm:
@@ -330,7 +324,7 @@ def _swiss_roll() -> Arm:
     def curve(t):
         return torch.stack([t * t.cos(), t * t.sin()], dim=1) / 5
 
-    return Arm(low, high, curve, lambda t: _one(t) / (high - low), lambda u: low + (high - low) * u)
+    return Arm(low, high, curve, lambda t: torch.full_like(t, 1 / (high - low)), lambda u: low + (high - low) * u)
 
 
 def _sine() -> Graph:
