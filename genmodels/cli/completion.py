@@ -68,7 +68,8 @@ def command_help(command: str) -> str:
     chosen = _defaults(command)
     if chosen:
         available = selectable(command)
-        lines = {group: _choices(available[group], default) for group, default in chosen.items()}
+        lines = {group: ", ".join(f"{name} (default)" if name == default else name for name in available[group])
+                 for group, default in chosen.items()}
         if "preset" in available:
             presets = ", ".join(available["preset"])
             lines["preset"] = f"<model>_<data> (default where there is one; ~preset for none): {presets}"
@@ -104,11 +105,6 @@ def selectable(command: str) -> dict[str, list[str]]:
     """
     chosen, available = _defaults(command), groups()
     return {name: available.get(name, []) for name in (*chosen, *(["preset"] if "model" in chosen else []))}
-
-
-def _choices(options: list[str], default: str | None) -> str:
-    names = [f"{name} (default)" if name == default else name for name in options]
-    return ", ".join(names) or "none yet"
 
 
 def _entries(key: Key) -> list[str]:
