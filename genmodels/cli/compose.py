@@ -137,7 +137,12 @@ class Composer:
             key, value = swept[0].key_or_group, swept[0].get_value_string()
             raise InputError(f"{key}={value} holds several values: add -m to run one after the other, "
                              f"write {key}=[{value}] for a list, or \"{key}='{value}'\" for text")
-        return self._checked(parsed)
+        plain = self._plain(parsed)
+        config = self.schema(parsed, plain).check(plain)
+        if config.get("seed", 0) < 0:
+            # Other programs take -1 for a new seed every time; here it would be a seed like any other.
+            raise InputError(f"seed must be at least 0, got {config['seed']}: a seed always gives the same, choose one")
+        return config
 
     def plain(self, overrides: list[str]) -> dict:
         """The configuration as Hydra composes it, neither checked nor complete."""
@@ -177,14 +182,6 @@ class Composer:
         for override in parsed:
             key, value = override.key_or_group, override.value()
             self._call(lambda key=key, value=value: OmegaConf.update(config, key, value, force_add=True))
-        return config
-
-    def _checked(self, parsed: list[Override]) -> dict:
-        plain = self._plain(parsed)
-        config = self.schema(parsed, plain).check(plain)
-        if config.get("seed", 0) < 0:
-            # Other programs take -1 for a new seed every time; here it would be a seed like any other.
-            raise InputError(f"seed must be at least 0, got {config['seed']}: a seed always gives the same, choose one")
         return config
 
     def schema(self, parsed: list[Override], config: dict) -> Schema:
