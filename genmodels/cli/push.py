@@ -80,7 +80,8 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
     likelihoods, spec = _likelihoods(ckpt), model.spec
     drawn, names = None, [EXPORTED, "README.md"]
     if spec.text is None and has_picture(spec):
-        drawn = draw(model, SamplingOptions(n=_shown(spec.num_classes)), progress=False)
+        whole_rows = spec.num_classes is not None and spec.num_classes <= 32
+        drawn = draw(model, SamplingOptions(n=4 * spec.num_classes if whole_rows else 64), progress=False)
         drawn.made |= origin(located(ckpt), header)
         names.append("samples.png")
     write_text(text, card(model, header, likelihoods, licence, to, names, trust))  # first: it says whose files they are
@@ -88,11 +89,6 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
     if drawn is not None:
         write_samples(drawn, spec, folder / "samples.png")
     return names, usage(model, _named(f"{HUB}{to}", trust))
-
-
-def _shown(classes: int | None) -> int:
-    """As many samples as make whole rows of the classes."""
-    return 64 if classes is None or classes > 32 else 4 * classes
 
 
 def card(
