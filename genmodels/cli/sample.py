@@ -214,7 +214,7 @@ def _draw(
     given: _Trained, asked: SamplingOptions, target: Path, named: dict, ema: bool | float, batch_size: int,
     group: Ranks, path: str | None, frames: int,
 ) -> None:
-    """Draw samples and write them, by several processes where there are some."""
+    """Draw samples and write them, then their trajectory to `path`, by several processes where there are some."""
     spec = given.model.spec
     single = target.suffix == "" and path is None and spec.encoding is None
     check_memory(asked, spec, batch_size, single)
@@ -226,14 +226,6 @@ def _draw(
     if group.rank:
         group.serve()
         return
-    _write_drawn(drawing, target, single, lines, materials, path, frames)
-
-
-def _write_drawn(
-    drawing: Drawing, target: Path, single: bool, lines: list[str], materials: dict, path: str | None, frames: int
-) -> None:
-    """Draw samples, write them, then their trajectory to `path`, and say each after `lines`."""
-    spec = drawing.model.spec
     if single:
         made, written = write_folder(drawing, spec, target)
         recipes = {file.name: made_of(file).get("recipe") for file in sorted(target.glob("*.png"))}
