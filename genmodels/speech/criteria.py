@@ -16,7 +16,7 @@ from genmodels.core.random import Dropout, Generator, uniform
 from genmodels.core.tensors import hide, wide
 from genmodels.nn.attention import Keys
 from genmodels.speech.decoding import BLANK, Hypothesis, Search, beam_search, ctc_beam, ctc_greedy, plus
-from genmodels.speech.tacotron import AttentionKind, make_attention
+from genmodels.speech.tacotron import AttentionKind, Memory, make_attention
 
 
 class CTC(nn.Module):
@@ -244,14 +244,6 @@ class PyramidalLSTM(nn.Module):
         return self.dropout(h).mT, None if mask is None else valid
 
 
-class Heard(NamedTuple):
-    """Encoded speech: `h (B, T, C)`, its keys for the attention, and the mask of frames `(B, 1, T)`."""
-
-    h: Tensor
-    keys: Keys
-    mask: Tensor
-
-
 class SpellerState(NamedTuple):
     """The cell of the LSTM, the last context vector, and the state of the attention."""
 
@@ -310,18 +302,18 @@ class AttentionDecoder(nn.Module):
         self.head = nn.Linear(hidden + channels, classes)
         self.dropout = Dropout(dropout)
 
-    def listen(self, h: Tensor, frames: Tensor) -> Heard:
+    def listen(self, h: Tensor, frames: Tensor) -> Memory:
         """The frames, projected once for all characters."""
         mask = (torch.arange(h.shape[2], device=h.device) < frames[:, None])[:, None]
-        return Heard(h.mT, self.attention.keys(h.mT, mask), mask)
+        return Memory(h.mT, self.attention.keys(h.mT, mask), mask)
 
-    def start(self, heard: Heard) -> SpellerState:
+    def start(self, heard: Memory) -> SpellerState:
         """The state before the first character."""
         zeros = heard.h.new_zeros(len(heard.h), self.hidden)
         return SpellerState((zeros, zeros), zeros.new_zeros(len(zeros), heard.h.shape[2]),
                             self.attention.start(heard.h))
 
-    def step(self, tokens: Tensor, state: SpellerState, heard: Heard) -> tuple[Tensor, SpellerState]:
+    def step(self, tokens: Tensor, state: SpellerState, heard: Memory) -> tuple[Tensor, SpellerState]:
         """log p of every class `(B, V)` after one more character `(B,)`."""
         entering = torch.cat([self.dropout(self.embedding(tokens)), state.context], 1)
         cell = self.cell(entering, state.cell)
@@ -352,7 +344,7 @@ class AttentionDecoder(nn.Module):
                 entering = y[:, u] if given is None else torch.where(given[:, u], y[:, u], log_probs.argmax(1))
         return torch.stack(found, 1)
 
-    def until(self, heard: Heard, trigger: Tensor) -> Heard:
+    def until(self, heard: Memory, trigger: Tensor) -> Memory:
         """The frames for a character with a trigger (B,)."""
         if self.delay is None:
             return heard
@@ -376,15 +368,15 @@ class AttentionDecoder(nn.Module):
             heard = self.listen(h[k : k + 1, :, :n], frames[k : k + 1])
             given = None if triggers is None else triggers[k]
 
-            def step(tokens: Tensor, state: tuple, heard: Heard = heard, given=given) -> tuple[Tensor, tuple]:
+            def step(tokens: Tensor, state: tuple, heard: Memory = heard, given=given) -> tuple[Tensor, tuple]:
                 done, inner = state
                 u = int(done[0])
                 seen = heard
                 if given is not None and u < len(given):
                     seen = self.until(heard, torch.tensor([given[u]], device=h.device))
                 rows = len(tokens)
-                many = Heard(seen.h.expand(rows, -1, -1), Keys(*(part.expand(rows, -1, -1, -1) for part in seen.keys)),
-                             seen.mask.expand(rows, -1, -1))
+                keys = Keys(*(part.expand(rows, -1, -1, -1) for part in seen.keys))
+                many = Memory(seen.h.expand(rows, -1, -1), keys, seen.mask.expand(rows, -1, -1))
                 log_probs, inner = self.step(tokens, inner, many)
                 return log_probs, (done + 1, inner)
 

@@ -89,7 +89,7 @@ def make_attention(kind: str, dim: int, frames: int = 1) -> Stepwise:
 
 
 class Memory(NamedTuple):
-    """An encoded text: `h (B, N, C)`, its keys for the attention, and the mask of tokens `(B, 1, N)` or None."""
+    """What a decoder attends to, a text or speech: `h (B, N, C)`, its keys, and its mask `(B, 1, N)` or None."""
 
     h: Tensor
     keys: Keys
