@@ -258,7 +258,9 @@ class Composer:
             inside = path == package or path.startswith(f"{package}.") or not package
             file = self._file(default.config_path) if inside else None
             if file and found_at(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
-                return f"in {shown(file)}" + ", which '~preset' leaves out" * (file.parent.name == "preset")
+                own = file.is_relative_to(CONFIG_DIR.parent)
+                shown = file.relative_to(CONFIG_DIR.parent) if own else file
+                return f"in {shown}" + ", which '~preset' leaves out" * (file.parent.name == "preset")
         return "in the configuration"
 
     def _file(self, config_path: str) -> Path | None:
@@ -285,11 +287,6 @@ def composer(command: str, config_dir: str | None = None) -> Iterator[Composer]:
         yield Composer(Hydra.create_main_hydra2(task_name=command, config_search_path=search), command)
     finally:
         GlobalHydra.instance().clear()
-
-
-def shown(file: Path) -> str:
-    """The path of a configuration file for messages."""
-    return str(file.relative_to(CONFIG_DIR.parent)) if file.is_relative_to(CONFIG_DIR.parent) else str(file)
 
 
 def _words(override: Override) -> list[str]:
