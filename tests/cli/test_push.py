@@ -56,6 +56,12 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
+def card_of(folder, tmp_path) -> str:
+    """The card of a model that is written to a folder."""
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    return (tmp_path / "card" / "README.md").read_text()
+
+
 def evaluated(folder) -> dict:
     return REPORT | {"checkpoint": {"sha256": checkpoint_hash(folder / "best.ckpt"), "weights": "ema"}}
 
@@ -72,9 +78,8 @@ def test_a_report_of_other_weights_is_not_published(folder, tmp_path, capsys):
 
 def test_the_folder_loads_and_its_card_says_what_was_measured(folder, tmp_path, capsys):
     (folder / "report.json").write_text(json.dumps(evaluated(folder)))
-    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    card = card_of(folder, tmp_path)
     assert "model.safetensors, README.md, samples.png" in capsys.readouterr().out
-    card = (tmp_path / "card" / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n") and "![samples](samples.png)" in card
     assert "| `= 2.5000(123)` | nats | exact | density |" in card and "`<= 2.2500` | bits/dim | lower_bound" in card
     assert "| `= -1.5000(20)` | nats/dim | exact | aligned |" in card
@@ -90,8 +95,7 @@ def test_a_card_marks_what_is_unreliable(folder, tmp_path):
     open_ = line_of("3 chains", value=None, unit="nats", kind="ais", mark="~?", error=None) | {
         "unreliable": "chains disagree", "bracket": {"lower": 3.89, "upper": 7.42}}
     (folder / "report.json").write_text(json.dumps(evaluated(folder) | {"likelihood": [doubtful, open_]}))
-    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
-    card = (tmp_path / "card" / "README.md").read_text()
+    card = card_of(folder, tmp_path)
     assert "\ngenmodels evaluate ckpt=<this folder>\n" in card and "evaluate license" not in card
     assert "| `~? 5.7500(2000)` | nats | ais, optimistic, unreliable | 2 chains |" in card
     assert "| `~? 3.8900 to 7.4200` | nats | ais, unreliable | 3 chains |" in card
@@ -108,8 +112,7 @@ def test_a_card_says_what_is_not_usual(folder, tmp_path, change, said):
     report = report | {"likelihood": change.get("likelihood", report["likelihood"])}
     report["checkpoint"]["weights"] = change.get("weights", "ema")
     (folder / "report.json").write_text(json.dumps(report))
-    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
-    card = (tmp_path / "card" / "README.md").read_text()
+    card = card_of(folder, tmp_path)
     assert said in card and ("items of" in card) == bool(report["likelihood"])
 
 
@@ -163,13 +166,11 @@ def test_a_report_of_the_first_items_serves_where_there_is_no_whole_one(folder, 
         (folder / f"report_first{items}.json").write_text(json.dumps(report))
     for name, content in {"first9999_before": evaluated(folder), "first2000": REPORT, "first3000": {}}.items():
         (folder / f"report_{name}.json").write_text(json.dumps(content))  # kept, of other weights, and broken
-    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
-    assert "On 1,000 items of the test split of plane (not all)" in (tmp_path / "card" / "README.md").read_text()
+    assert "On 1,000 items of the test split of plane (not all)" in card_of(folder, tmp_path)
 
 
 def test_without_a_report_the_card_says_so(folder, tmp_path):
-    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
-    assert "Not evaluated yet" in (tmp_path / "card" / "README.md").read_text()
+    assert "Not evaluated yet" in card_of(folder, tmp_path)
 
 
 class Hub(BaseHTTPRequestHandler):
