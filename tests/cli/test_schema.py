@@ -15,7 +15,7 @@ from genmodels.cli.schema import Anything, Choice, Scalar, Schema, fit, kinds, s
 from genmodels.cli.signatures import load
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import check_writable, groups
+from genmodels.core.files import check_writable, found_at, groups
 from genmodels.core.random import Dropout
 from genmodels.models.build import build, construct
 from genmodels.speech.audio import MelConfig
@@ -255,21 +255,14 @@ def test_items_of_lists_are_answered_with_the_nearest_choice():
     assert "got ['checks', 'likelyhood']" in line and line.endswith(": did you mean 'likelihood'?")
 
 
-def valued(config: dict, path: str):
-    """What stands at a path of a nested dictionary."""
-    for part in path.split("."):
-        config = config[part]
-    return config
-
-
 def test_every_literal_of_every_key_is_accepted():
     schema = Schema(RUN)
     for path, _, key in schema.walk(config()):
         for kind in kinds(key.annotation, key.module):
             for value in kind.values if isinstance(kind, Choice) else ():
-                assert valued(schema.check(with_value(config(), path, value)), path) == value
+                assert found_at(schema.check(with_value(config(), path, value)), path) == (value,)
             if kind == Scalar("None"):
-                assert valued(schema.check(with_value(config(), path, None)), path) is None
+                assert found_at(schema.check(with_value(config(), path, None)), path) == (None,)
 
 
 def test_groups_hold_what_the_tests_name():
@@ -305,11 +298,6 @@ SETS = {"toy": [], "arrays": ["data.file=x.npz"], "image_folder": ["data.root=x"
         "shards": ["data.root=x"], "speech": [], "text": ["data.file=x.txt"]}  # fmt: skip
 
 
-def run_with_value(base: dict, path: str, value) -> dict:
-    head, _, rest = path.partition(".")
-    return {**base, head: run_with_value(base.get(head) or {}, rest, value) if rest else value}
-
-
 def built(config: dict, part: str) -> None:
     """What a run makes of a part of its configuration before it reads data."""
     checked = Schema(RUN).check(config)
@@ -335,7 +323,7 @@ def faults(config: dict, parts: tuple[str, ...]) -> list[str]:
         for bad in BAD:
             tried += 1
             try:
-                built(run_with_value(config, path, bad), part)
+                built(with_value(config, path, bad), part)
                 if any(bad is value or bad == value for value in NEVER) and "str" not in str(taker.keys[
                         path.rpartition(".")[2]].type_text):
                     found.append(f"{path}={bad!r} is taken")
