@@ -91,8 +91,6 @@ SHAPES = {"toy": (2,), "mnist": (1, 28, 28), "digits": (1, 8, 8)}
     "data, levels", [("toy", None), ("arrays", None), ("arrays", 256), ("mnist", 256), ("digits", 17)]
 )
 def test_every_ddpm_preset_makes_a_model_of_its_kind_of_data(data, levels):
-    from genmodels.core.data import DataSpec
-
     config = compose("model=ddpm", f"data={data}", *REQUIRED.get(data, []))
     assert f"ddpm_{data}" in GROUPS["preset"] and config["trainer"]["max_steps"] <= 3000
     shape = SHAPES.get(data, (5,) if levels is None else (3, 12, 9))

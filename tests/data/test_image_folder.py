@@ -254,8 +254,8 @@ def test_an_index_that_something_else_wrote_is_written_anew(folder):
     place, entry = folder / INDEX_NAME, list(range(3))
     wrong = [None, [], 3, {"format": 1}, {"format": 1, "files": []}, {"format": 1, "files": {files[0]: 3}},
              {"format": 1, "files": {files[0]: None}}, {"format": 1, "files": {files[0]: []}},
-             {"format": 1, "files": {files[0]: [*image_files_stamp(folder / files[0]), entry]}},
-             {"format": 1, "files": {files[0]: image_files_stamp(folder / files[0])}}]  # fmt: skip
+             {"format": 1, "files": {files[0]: [*image_folder._stamp(folder / files[0]), entry]}},
+             {"format": 1, "files": {files[0]: image_folder._stamp(folder / files[0])}}]  # fmt: skip
     for content in [*map(json.dumps, wrong), "[" * 100_000, "\0", "{" * 9]:
         place.write_text(content)
         assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"}
@@ -263,10 +263,6 @@ def test_an_index_that_something_else_wrote_is_written_anew(folder):
     place.unlink()
     os.mkfifo(place)
     assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"}
-
-
-def image_files_stamp(path) -> list[int]:
-    return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -179,7 +178,7 @@ def test_the_seed_is_that_of_the_phases():
 def test_a_mel_too_loud_for_a_sound_has_a_picture_and_a_line_and_the_others_their_sound(tmp_path):
     mels = torch.full((3, 80, 12), -4.0)
     mels[1] = 900.0  # exp of it is beyond float32
-    spec = DataSpec("mels", (80, 12), mel=dataclasses.asdict(MelConfig()))
+    spec = DataSpec("mels", (80, 12), mel=asdict(MelConfig()))
     lines = write_sounds(Samples(mels, None, torch.tensor([4, 5, 6]), {"seed": 0}), spec, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "000004.png", "000004.wav", "000005.png", "000006.png", "000006.wav"]  # fmt: skip
@@ -187,12 +186,6 @@ def test_a_mel_too_loud_for_a_sound_has_a_picture_and_a_line_and_the_others_thei
 
 
 CONFIG = MelConfig()
-
-
-def wave() -> torch.Tensor:
-    if (Path(CLIPS) / "LJ001-0002.wav").is_file():
-        return read_wav(CLIPS / "LJ001-0002.wav")[0].double()
-    return speechlike(40960)
 
 
 def test_magnitudes_solve_the_least_squares():
@@ -256,7 +249,7 @@ def test_librosa_is_no_better():
 
 
 def test_the_mel_comes_back():
-    sound = wave()
+    sound = read_wav(CLIP)[0].double() if CLIP.is_file() else speechlike(40960)
     mel = log_mel(sound)
     found = GriffinLim()(mel)
     assert len(found) == 256 * mel.shape[1]
