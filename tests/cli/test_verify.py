@@ -92,12 +92,20 @@ QUICK = ["compiler=none", "progress=false"]
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """A package of the user's in the working directory."""
-    (tmp_path / "mylayers.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "mylayers", raising=False)
+def package(tmp_path, monkeypatch):
+    """Make a package of the user's in the working directory, of this name and content."""
+    def make(name: str, content: str) -> None:
+        (tmp_path / f"{name}.py").write_text(content)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return make
+
+
+@pytest.fixture
+def mine(package):
+    package("mylayers", MINE)
 
 
 # ---- a bijection of one's own ----
@@ -108,8 +116,7 @@ def test_a_sound_layer(mine, capsys):
     assert main(["verify", *words, *QUICK]) == 0
     shown = capsys.readouterr().out
     assert "Doubling (4,): " in shown and "every check passed" in shown and "log-det inverse" in shown
-    with open("results.json") as file:
-        written = json.load(file)
+    written = json.loads(Path("results.json").read_text())
     assert written["format"] == 2 and written["passed"] is True
     assert {check["status"] for check in written["wholes"][0]["checks"]} == {"passed", "not applicable"}
 
@@ -141,8 +148,7 @@ def test_what_is_too_large_is_not_verified_and_exit_code_1(mine, capsys):
         shown = capsys.readouterr()
         assert "NOT VERIFIED" in shown.out and "every check passed" not in shown.out
         assert "no check failed, but not verified: log-det forward" in shown.err and shown.err.count("\n") == 1
-        with open("results.json") as file:
-            assert json.load(file)["passed"] is False
+        assert json.loads(Path("results.json").read_text())["passed"] is False
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -171,9 +177,7 @@ def test_verbose_shows_checks_that_do_not_apply(capsys):
 
 @pytest.mark.parametrize(("cond", "shape"), [("labels:4", [3]), ("vector:2", [3]), ("map:2", [3, 4, 4])])
 def test_conditions(cond, shape):
-    from genmodels.cli.verify import _condition
-
-    made = _condition(cond, shape, 0)
+    made = command._condition(cond, shape, 0)
     assert len(made) == 3 and (made[0] != made[1]).any() and made.is_floating_point() == (cond != "labels:4")
 
 
@@ -250,8 +254,7 @@ def test_a_trained_checkpoint(tmp_path, monkeypatch, capsys):
     assert main(["verify", "ckpt=run", *QUICK]) == 0
     shown = capsys.readouterr().out
     assert "integrates to one" in shown and "results: run/verify.json" in shown
-    with open("run/verify.json") as file:
-        written = json.load(file)
+    written = json.loads(Path("run/verify.json").read_text())
     groups = written["layers"]
     reports = [report for group in groups for report in group["reports"]]
     assert len(reports) == sum(len(group["alike"]) for group in groups)  # trained layers are all looked at
@@ -365,12 +368,8 @@ RELATIVE = "capabilities=[relative]"
 
 
 @pytest.fixture
-def my_attention(tmp_path, monkeypatch):
-    """A package of the user's in the working directory."""
-    (tmp_path / "myattention.py").write_text(MY_ATTENTION)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "myattention", raising=False)
+def my_attention(package):
+    package("myattention", MY_ATTENTION)
 
 
 def verify_attention(*words):
@@ -385,8 +384,8 @@ def test_a_sound_module(my_attention, capsys):
     assert own(RELATIVE, "out=results.json") == 0
     shown = capsys.readouterr().out
     assert "Mine: " in shown and "every check passed" in shown
-    with open("results.json") as file:
-        checks = {check["name"]: check for check in json.load(file)["wholes"][0]["checks"]}
+    written = json.loads(Path("results.json").read_text())
+    checks = {check["name"]: check for check in written["wholes"][0]["checks"]}
     assert checks["shift"]["status"] == checks["longest length"]["status"] == "passed"
     assert checks["cache"]["status"] == checks["double loop"]["status"] == "not applicable"
     assert checks["longest length"]["error"] == 0
@@ -492,10 +491,8 @@ class Negative(Denoiser):
 
 
 @pytest.fixture
-def my_kinds(tmp_path, monkeypatch):
-    (tmp_path / "my_own_kinds.py").write_text(MY_KINDS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def my_kinds(package):
+    package("my_own_kinds", MY_KINDS)
 
 
 def verify_kind(name: str, *words: str) -> int:
@@ -549,8 +546,6 @@ def test_models_that_are_no_flows(capsys, monkeypatch, short_pilot, words, said)
 
 
 def test_a_broken_model_is_named(capsys, monkeypatch):
-    from genmodels.models.ddpm import DDPM
-
     encode = DDPM.encode
     monkeypatch.setattr(DDPM, "encode", lambda model, x: encode(model, x) + 0.1 * x.mean())
     assert main(["verify", "model=ddpm", "data=toy", "model.num_steps=20", "progress=false"]) == 1
