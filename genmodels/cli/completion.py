@@ -68,8 +68,10 @@ def command_help(command: str) -> str:
     chosen = _defaults(command)
     if chosen:
         available = selectable(command)
-        lines = {group: ", ".join(f"{name} (default)" if name == default else name for name in available[group])
-                 for group, default in chosen.items()}
+        lines = {}
+        for group, default in chosen.items():
+            named = (f"{name}{' (default)' * (name == default)}" for name in available[group])
+            lines[group] = ", ".join(named)
         if "preset" in available:
             presets = ", ".join(available["preset"])
             lines["preset"] = f"<model>_<data> (default where there is one; ~preset for none): {presets}"

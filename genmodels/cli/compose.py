@@ -140,8 +140,9 @@ class Composer:
         plain = self._plain(parsed)
         config = self.schema(parsed, plain).check(plain)
         if config.get("seed", 0) < 0:
-            # Other programs take -1 for a new seed every time; here it would be a seed like any other.
-            raise InputError(f"seed must be at least 0, got {config['seed']}: a seed always gives the same, choose one")
+            # Other programs take -1 for a new seed every time; here it would be like any other.
+            raise InputError(f"seed must be at least 0, got {config['seed']}: a seed always gives "
+                             "the same, choose one")
         return config
 
     def plain(self, overrides: list[str]) -> dict:
@@ -260,7 +261,8 @@ class Composer:
             if file and found_at(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
                 own = file.is_relative_to(CONFIG_DIR.parent)
                 shown = file.relative_to(CONFIG_DIR.parent) if own else file
-                return f"in {shown}" + ", which '~preset' leaves out" * (file.parent.name == "preset")
+                of_preset = file.parent.name == "preset"
+                return f"in {shown}" + ", which '~preset' leaves out" * of_preset
         return "in the configuration"
 
     def _file(self, config_path: str) -> Path | None:

@@ -80,8 +80,9 @@ def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: li
     likelihoods, spec = _likelihoods(ckpt), model.spec
     drawn, names = None, [EXPORTED, "README.md"]
     if spec.text is None and has_picture(spec):
-        whole_rows = spec.num_classes is not None and spec.num_classes <= 32
-        drawn = draw(model, SamplingOptions(n=4 * spec.num_classes if whole_rows else 64), progress=False)
+        classes = spec.num_classes
+        shown = 64 if classes is None or classes > 32 else 4 * classes  # whole rows of the classes
+        drawn = draw(model, SamplingOptions(n=shown), progress=False)
         drawn.made |= origin(located(ckpt), header)
         names.append("samples.png")
     write_text(text, card(model, header, likelihoods, licence, to, names, trust))  # first: it says whose files they are

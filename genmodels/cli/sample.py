@@ -214,7 +214,7 @@ def _draw(
     given: _Trained, asked: SamplingOptions, target: Path, named: dict, ema: bool | float, batch_size: int,
     group: Ranks, path: str | None, frames: int,
 ) -> None:
-    """Draw samples and write them, then their trajectory to `path`, by several processes where there are some."""
+    """Draw samples, by several processes if there are some; write them and their trajectory."""
     spec = given.model.spec
     single = target.suffix == "" and path is None and spec.encoding is None
     check_memory(asked, spec, batch_size, single)

@@ -105,7 +105,8 @@ class Storage:
         except FileNotFoundError:
             found = {}
         except Exception as error:
-            raise InputError(f"data.root={self.address} cannot be read: {in_one_line(error)}") from None
+            said = in_one_line(error)
+            raise InputError(f"data.root={self.address} cannot be read: {said}") from None
         shards, packed = {}, None
         for path, info in sorted(found.items()):
             name = path.removeprefix(self.folder).lstrip("/")
@@ -148,7 +149,8 @@ class Storage:
             try:
                 found = self.system.cat_ranges(list(paths), list(starts), ends, on_error="return")
             except Exception as error:  # of a cache, which does not return it as others do
-                raise RunError(f"{self.address} can no longer be read: {in_one_line(error)}") from None
+                said = in_one_line(error)
+                raise RunError(f"{self.address} can no longer be read: {said}") from None
         for (name, _, size), block in zip(wanted, found, strict=True):
             if isinstance(block, Exception):
                 raise RunError(f"{self.path(name)} can no longer be read: {in_one_line(block)}")

@@ -305,7 +305,8 @@ def _moon(upper: bool) -> Arm:
         points = (t.cos(), t.sin()) if upper else (1 - t.cos(), 0.5 - t.sin())
         return torch.stack(points, dim=1)
 
-    return Arm(0.0, math.pi, curve, lambda t: torch.full_like(t, 1 / math.pi), lambda u: math.pi * u)
+    return Arm(0.0, math.pi, curve, lambda t: torch.full_like(t, 1 / math.pi),
+               lambda u: math.pi * u)
 
 
 def _spiral(sign: float, width: float = 0.0) -> Arm:
@@ -324,7 +325,8 @@ def _swiss_roll() -> Arm:
     def curve(t):
         return torch.stack([t * t.cos(), t * t.sin()], dim=1) / 5
 
-    return Arm(low, high, curve, lambda t: torch.full_like(t, 1 / (high - low)), lambda u: low + (high - low) * u)
+    return Arm(low, high, curve, lambda t: torch.full_like(t, 1 / (high - low)),
+               lambda u: low + (high - low) * u)
 
 
 def _sine() -> Graph:

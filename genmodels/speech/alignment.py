@@ -98,10 +98,11 @@ def lengths(
     tokens, frames = (_length(scores, dim, mask) for dim, mask in ((1, text_mask), (2, frame_mask)))
     for item, (n, t) in enumerate(zip(tokens.tolist(), frames.tolist(), strict=True)):
         if n == 0 or t == 0:
-            raise ValueError(f"item {item} has {n} tokens and {t} frames: there is nothing to align, drop it")
+            raise ValueError(f"item {item} has {n} tokens and {t} frames: there is nothing to "
+                             "align, drop it")
         if n > t:
-            raise ValueError(f"item {item} has {n} tokens but only {t} frames: drop it, or leave out blanks between "
-                             "tokens")
+            raise ValueError(f"item {item} has {n} tokens but only {t} frames: drop it, or leave "
+                             "out blanks between tokens")
     if bool(scores.sum().isfinite()):
         return tokens, frames  # a fast test that nearly always suffices
     valid = _within(tokens, scores.shape[1])[:, :, None] & _within(frames, scores.shape[2])[:, None, :]

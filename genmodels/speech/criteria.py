@@ -313,7 +313,9 @@ class AttentionDecoder(nn.Module):
         return SpellerState((zeros, zeros), zeros.new_zeros(len(zeros), heard.h.shape[2]),
                             self.attention.start(heard.h))
 
-    def step(self, tokens: Tensor, state: SpellerState, heard: Memory) -> tuple[Tensor, SpellerState]:
+    def step(
+        self, tokens: Tensor, state: SpellerState, heard: Memory
+    ) -> tuple[Tensor, SpellerState]:
         """log p of every class `(B, V)` after one more character `(B,)`."""
         entering = torch.cat([self.dropout(self.embedding(tokens)), state.context], 1)
         cell = self.cell(entering, state.cell)
@@ -368,7 +370,9 @@ class AttentionDecoder(nn.Module):
             heard = self.listen(h[k : k + 1, :, :n], frames[k : k + 1])
             given = None if triggers is None else triggers[k]
 
-            def step(tokens: Tensor, state: tuple, heard: Memory = heard, given=given) -> tuple[Tensor, tuple]:
+            def step(
+                tokens: Tensor, state: tuple, heard: Memory = heard, given=given
+            ) -> tuple[Tensor, tuple]:
                 done, inner = state
                 u = int(done[0])
                 seen = heard

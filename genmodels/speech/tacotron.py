@@ -89,7 +89,7 @@ def make_attention(kind: str, dim: int, frames: int = 1) -> Stepwise:
 
 
 class Memory(NamedTuple):
-    """What a decoder attends to, a text or speech: `h (B, N, C)`, its keys, and its mask `(B, 1, N)` or None."""
+    """An encoded text or speech: `h (B, N, C)`, its keys, and its mask `(B, 1, N)` or None."""
 
     h: Tensor
     keys: Keys

@@ -233,8 +233,8 @@ def test_what_is_missing_or_does_not_fit_is_refused_before_speaking(ckpt, tmp_pa
 
 
 def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
-    return DataSpec("speech", (80, 64), mel=dict(vars(MelConfig())), statistics={"mean": -5.0, "std": 2.0}, text=TEXT,
-                    speakers=speakers)
+    return DataSpec("speech", (80, 64), mel=dict(vars(MelConfig())), text=TEXT, speakers=speakers,
+                    statistics={"mean": -5.0, "std": 2.0})
 
 
 @pytest.fixture(scope="module")

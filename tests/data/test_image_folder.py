@@ -255,7 +255,7 @@ def test_an_index_that_something_else_wrote_is_written_anew(folder):
     wrong = [None, [], 3, {"format": 1}, {"format": 1, "files": []}, {"format": 1, "files": {files[0]: 3}},
              {"format": 1, "files": {files[0]: None}}, {"format": 1, "files": {files[0]: []}},
              {"format": 1, "files": {files[0]: [*image_folder._stamp(folder / files[0]), entry]}},
-             {"format": 1, "files": {files[0]: image_folder._stamp(folder / files[0])}}]  # fmt: skip
+             {"format": 1, "files": {files[0]: image_folder._stamp(folder / files[0])}}]
     for content in [*map(json.dumps, wrong), "[" * 100_000, "\0", "{" * 9]:
         place.write_text(content)
         assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"}
