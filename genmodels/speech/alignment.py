@@ -27,7 +27,7 @@ class Alignment(NamedTuple):
 @torch.no_grad()
 def monotonic_alignment_search(
     scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None, *,
-    implementation: Literal["auto", "torch", "numba"] = "auto",
+    names: list[str] | None = None, implementation: Literal["auto", "torch", "numba"] = "auto",
 ) -> Alignment:
     """The monotonic path of the largest score, in which every token has a frame and every frame one token.
 
@@ -39,13 +39,14 @@ def monotonic_alignment_search(
     Arguments:
         scores: P, for example log N(z_j; mu_i, sigma_i).
         text_mask, frame_mask: valid tokens and frames, contiguous from the first. Scores outside are not read.
+        names: of the items, for errors; default their positions.
         implementation: `torch` on the device of the scores; compiled, `numba` on the CPU; or `auto`, the faster one
             that is available.
 
     Shapes: `scores (B, N, T)` float32 or float64, also the precision of the sums; `text_mask (B, 1, N)`, `frame_mask
         (B, 1, T)`.
     Errors: ValueError for an item with more tokens than frames, without tokens or frames, or with a score that is not
-        finite, each by the number of the item.
+        finite, each by name.
     Source: Kim et al. 2020 (Glow-TTS), algorithm 1.
 
     Example:
@@ -54,7 +55,7 @@ def monotonic_alignment_search(
         >>> found.durations, found.score
         (tensor([[1, 2]]), tensor([3.]))
     """
-    tokens, frames = lengths(scores, text_mask, frame_mask)
+    tokens, frames = lengths(scores, text_mask, frame_mask, names)
     search = IMPLEMENTATIONS[chosen(scores, implementation)]
     visited = search(scores, tokens, frames)[:, None]  # the token of each frame
     valid = _within(frames, scores.shape[2])[:, None]
@@ -86,7 +87,7 @@ def _has_numba() -> bool:
 
 
 def lengths(
-    scores: Tensor, text_mask: Tensor | None, frame_mask: Tensor | None
+    scores: Tensor, text_mask: Tensor | None, frame_mask: Tensor | None, names: list[str] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tokens and frames (B,) of every item, after validating scores and masks.
 
@@ -97,20 +98,19 @@ def lengths(
         raise ValueError(f"scores are (B, N, T), float32 or float64, got {tuple(scores.shape)} {scores.dtype}")
     tokens, frames = (_length(scores, dim, mask) for dim, mask in ((1, text_mask), (2, frame_mask)))
     for item, (n, t) in enumerate(zip(tokens.tolist(), frames.tolist(), strict=True)):
+        name = f"item {item}" if names is None else names[item]
         if n == 0 or t == 0:
-            raise ValueError(f"item {item} has {n} tokens and {t} frames: there is nothing to "
-                             "align, drop it")
+            raise ValueError(f"{name} has {n} tokens and {t} frames: there is nothing to align, drop it")
         if n > t:
-            raise ValueError(f"item {item} has {n} tokens but only {t} frames: drop it, or leave "
-                             "out blanks between tokens")
+            raise ValueError(f"{name} has {n} tokens but only {t} frames: drop it, or leave out blanks between tokens")
     if bool(scores.sum().isfinite()):
         return tokens, frames  # a fast test that nearly always suffices
     valid = _within(tokens, scores.shape[1])[:, :, None] & _within(frames, scores.shape[2])[:, None, :]
     wrong = (valid & ~scores.isfinite()).nonzero()
     if len(wrong):
         item, token, frame = wrong[0].tolist()
-        raise ValueError(f"item {item}: the score of token {token} at frame {frame} is "
-                         f"{float(scores[item, token, frame])}")
+        name = f"item {item}" if names is None else names[item]
+        raise ValueError(f"{name}: the score of token {token} at frame {frame} is {float(scores[item, token, frame])}")
     return tokens, frames
 
 

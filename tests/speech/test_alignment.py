@@ -142,13 +142,10 @@ def test_all_implementations_agree(implementation):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda s, t, f: f[1].fill_(False)[:, :4].fill_(True),
-         "item 1 has 5 tokens but only 4 frames"),
-        (lambda s, t, f: t[2].fill_(False), "item 2 has 0 tokens"),
-        (lambda s, t, f: s[3, 2, 4].fill_(torch.nan),
-         "item 3: the score of token 2 at frame 4 is nan"),
-        (lambda s, t, f: s[0, 0, 1].fill_(torch.inf),
-         "item 0: the score of token 0 at frame 1 is inf"),
+        (lambda s, t, f: f[1].fill_(False)[:, :4].fill_(True), "b has 5 tokens but only 4 frames"),
+        (lambda s, t, f: t[2].fill_(False), "c has 0 tokens"),
+        (lambda s, t, f: s[3, 2, 4].fill_(torch.nan), "d: the score of token 2 at frame 4 is nan"),
+        (lambda s, t, f: s[0, 0, 1].fill_(torch.inf), "a: the score of token 0 at frame 1 is inf"),
         (lambda s, t, f: t[0, 0, 0].fill_(False), "one run from the front"),
     ],
 )
@@ -156,7 +153,7 @@ def test_what_cannot_be_aligned_is_named(change, message):
     scores, text, frames, _ = padded()
     change(scores, text, frames)
     with pytest.raises(ValueError, match=message):
-        monotonic_alignment_search(scores, text, frames)
+        monotonic_alignment_search(scores, text, frames, names=list("abcde"))
 
 
 def test_forward_sum_adds_up_all_paths():
