@@ -42,7 +42,7 @@ _OF_NO_FILE = secrets.token_hex(16)  # of classes of a notebook, whose code cann
 
 
 def _sources_hash(package: str) -> str:
-    module = sys.modules[package]
+    module = sys.modules.get(package)  # None: removed since, as by a test or in a notebook
     digest = hashlib.sha256()
     for root in map(Path, getattr(module, "__path__", [getattr(module, "__file__", None) or "no file"])):
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
