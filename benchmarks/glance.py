@@ -18,7 +18,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 FAMILIES = {"flows": "C0", "diffusion and scores": "C1", "energies": "C2"}
 PLACES = {"masked_diffusion": (-30, 7), "score": (-4, 6), "ddpm, for likelihood": (2, -12),
           "flow_matching, for likelihood": (6, -3), "nsf": (-20, 5),
-          ("MNIST", "Flow++"): (-38, -10), ("Fashion-MNIST", "flow_matching, for likelihood"): (-40, -12)}  # of labels that would cross
+          ("MNIST", "Flow++"): (-38, -10),
+          ("Fashion-MNIST", "flow_matching, for likelihood"): (-40, -12)}  # of labels that would cross
 FLOWS = ("tarflow", "realnvp", "jet", "nsf", "glow", "maf")
 
 
