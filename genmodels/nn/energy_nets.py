@@ -272,8 +272,8 @@ class UNetEnergy(nn.Module):
 
     Example:
         >>> energy = UNetEnergy((1, 8, 8), channels=8, multipliers=(1, 2), blocks=1, confinement=False)
-        >>> energy(torch.ones(2, 1, 8, 8))
-        tensor([32., 32.], grad_fn=<MulBackward0>)
+        >>> energy(torch.ones(2, 1, 8, 8)).tolist()
+        [32.0, 32.0]
     """
 
     def __init__(
